@@ -1,4 +1,4 @@
-"""Holds what the programs in tools/ share: errors of the command line, and how a failure ends the process."""
+"""The common part of the programs in tools/: errors of the command line, and how a failure ends the process."""
 
 import argparse
 import difflib
@@ -33,12 +33,12 @@ class ToolParser(argparse.ArgumentParser):
         self.epilog = _examples(documentation, self.prog)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Add an argument, and remember its flags for who misspells one."""
+        """Add an argument, and remember its flags for suggestions to misspelled ones."""
         self._flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **settings)
 
     def remove_flag(self, flag: str, instead: str) -> None:
-        """Refuse a flag that there once was, and say what to do instead."""
+        """Refuse a removed flag, and say what to do instead."""
         self._removed[flag] = instead
 
     def parse_with_flags(self, argv: list[str], others: Container[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -63,7 +63,7 @@ class ToolParser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
-        """Raise `message` as a ConfigurationError; of a flag that is not known it says which was meant."""
+        """Raise `message` as a ConfigurationError; for an unknown flag it names the nearest known flag."""
         raise ConfigurationError(f"{message}{self._meant(message)} (see {self.prog} --help)")
 
     def _meant(self, message: str) -> str:
@@ -116,10 +116,10 @@ def write_output(flag: str, path: str | Path, text: str) -> None:
 
 
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
-    """Call `main` with the command line and exit with what it returns, or with its error's exit code.
+    """Call `main` with the command line and exit with the code it returns, or with its error's exit code.
 
     A TrainingError's text is the last line on the standard error output, without a traceback. Where the reader of the
-    standard output has seen enough (`| head`), the program ends as one that SIGPIPE ends, and says nothing.
+    standard output has ended (`| head`), the program ends as SIGPIPE would end it, without a message.
     """
     try:
         code = main(sys.argv[1:])
@@ -129,7 +129,7 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
         code = error.exit_code
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout.fileno()):
-            # What is left in the buffer would fail once more when the interpreter ends.
+            # Text left in the buffer would fail once more when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
         note(f"error: {described(error)}")
@@ -141,7 +141,7 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 
 
 def _reader_is_gone(descriptor: int) -> bool:
-    """Return whether nobody reads from the other end of this pipe any more; another pipe may be the broken one."""
+    """Return whether the reading end of this pipe is closed; another pipe may be the broken one."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

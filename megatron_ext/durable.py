@@ -1,4 +1,4 @@
-"""Files that outlive a machine that goes down: what a name stands for is on the disk before it has the name."""
+"""Files that survive a crash of the machine: a file's content is on the disk before it gets its name."""
 
 import errno
 import os
@@ -30,8 +30,8 @@ def sync(path: Path) -> None:
 
 
 def only_files(path: str, flags: int) -> int:
-    """Open a file for `open(path, mode, opener=only_files)`: a pipe, which somebody may have put in its place, would
-    be waited for without end.
+    """Open a file for `open(path, mode, opener=only_files)`: a pipe, which another program may have put in its place,
+    would be waited for without end.
 
     Raises:
         OSError: it is neither a file nor a device as /dev/null, or cannot be opened.
@@ -51,8 +51,8 @@ def only_files(path: str, flags: int) -> int:
 
 @contextmanager
 def naming(path: str | Path, needed: int | None = None) -> Iterator[None]:
-    """Give the OSErrors of a block that say nothing of a file its name, which those of a write do not know; where the
-    disk is full, also how much room there is.
+    """Add the file's name to a block's OSErrors that have none, such as errors of a write; if the disk is full, add the
+    free bytes, too.
 
     Args:
         needed: bytes that the file needs, where that is known.
@@ -90,7 +90,7 @@ def _free(folder: Path) -> int:
 
 
 def described(error: OSError) -> str:
-    """Return what a user is told of the error; of a full disk also what to do."""
+    """Return the message about the error for a user; of a full disk also advice."""
     if error.errno not in FULL or error.filename is None:
         return str(error)
     return f"{error.filename} cannot be written: {error.strerror}; free space, or give another place"

@@ -1,7 +1,7 @@
 """Reads the variables by which a launcher tells a process which rank it is.
 
 torchrun's are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; DeepSpeed's has LOCAL_SIZE for the last. Without them,
-those of mpirun and srun are taken: a process of theirs that took itself for the only one would train alone.
+the variables of mpirun and srun are read: a process of theirs that took itself for the only one would train alone.
 """
 
 import os
@@ -28,7 +28,7 @@ _PORT = "29500"  # torchrun's own
 
 
 def take_ranks_of_mpi(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torchrun's variables from those of mpirun or srun, where RANK is not set and they started several processes.
+    """Set torchrun's variables from mpirun's or srun's, where RANK is not set and they started several processes.
 
     MASTER_ADDR has to say where rank 0 is, unless all are on one machine; `check_launch` names it where it is missing.
     A job script of Slurm that starts no step is one process: only srun sets SLURM_STEP_NUM_TASKS.
@@ -128,7 +128,7 @@ def launch_warning(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def rank() -> int:
-    """Return this process's rank; 0 without a launcher, or where `check_launch` will say what is wrong."""
+    """Return this process's rank; 0 without a launcher, or where `check_launch` will report a problem."""
     return max(_integer(os.environ.get("RANK", "")) or 0, 0)
 
 
@@ -138,7 +138,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those of its machine; 0 without a launcher."""
+    """Return this process's rank among the ranks of its machine; 0 without a launcher."""
     return max(_integer(os.environ.get("LOCAL_RANK", "")) or 0, 0)
 
 

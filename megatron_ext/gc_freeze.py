@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector away from what a program imports and keeps until its end.
+"""Keeps Python's garbage collector away from objects that a program imports and keeps until its end.
 
 torch and megatron-core make half a million objects while they are imported. The collector looks through them several
 times on the way, and through all of them at each full collection later, in the middle of some training step.
@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept_from_the_collector() -> Iterator[None]:
-    """Collect nothing meanwhile, and leave all that is there at the end out of every later collection.
+    """Collect nothing inside the block, and exclude all objects that exist at its end from every later collection.
 
-    When the process ends it is given back: what is left out then, torch's libraries would report as leaked. Where
-    megatron-core is imported already, or another one has switched the collector off, nothing is done.
+    When the process ends they are collected again: torch's libraries would report excluded objects as leaked. Where
+    megatron-core is imported already, or the collector is off already, nothing is done.
     """
     if "megatron.core" in sys.modules or not gc.isenabled():
         yield
@@ -46,8 +46,8 @@ def nothing_collected() -> Iterator[None]:
 def end_at_once() -> None:
     """Have this process, and none that it forks, end with code 0 once all exit handlers registered after this are done.
 
-    It is for a process that holds nothing but imports: taking down what `gc.freeze` keeps from the collector, Python
-    would report it as leaked by torch's libraries, on the terminal of whoever waits for the result.
+    It is for a process that holds nothing but imports: at a normal exit, torch's libraries would report objects that
+    `gc.freeze` excludes as leaked, on the user's terminal.
     """
     atexit.register(_end, os.getpid())
 

@@ -1,5 +1,5 @@
-"""Writes HTML and SVG. No other file may hold a tag (`tests/unit/test_markup.py` looks for one), so that what a file
-or a flag says is text on every page.
+"""Writes HTML and SVG. No other file may hold a tag (`tests/unit/test_markup.py` looks for one), so that the content of
+a file or a flag is text on every page.
 
     element("p", "1 < 2 ", element("b", name), class_="note")     # <p class="note">1 &lt; 2 <b>...</b></p>
 
@@ -19,7 +19,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 
 class Markup(str):
-    """Text that is markup already. Only this module makes it: what is made of it by other means is a plain text."""
+    """Text that is markup already. Only this module makes it: string operations on it give plain text."""
 
     __slots__ = ()
 
@@ -47,7 +47,7 @@ def document(title: str, style: str, *content: Content) -> Markup:
     """Return a whole page.
 
     Args:
-        title: what a browser calls it.
+        title: the title in the browser.
         style: rules of style, which hold nothing that others have written.
         content: what it shows.
     """
@@ -67,7 +67,7 @@ def svg_file(title: str, style: str, width: float, height: float, *content: Cont
     """Return a drawing as a file of its own.
 
     Args:
-        title: what readers hear who do not see it.
+        title: the text for screen readers.
         style: rules of style, which hold nothing that others have written.
         width: of the drawing, in pixels; its height is the next.
         content: what it shows.

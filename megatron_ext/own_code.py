@@ -25,7 +25,7 @@ _LIBRARIES = {"megatron_ext", "megatron", "torch", "transformer_engine", "apex",
 
 @dataclass(frozen=True)
 class OwnPart:
-    """A function of the user's that a run calls. Its frame in a traceback says which part of the run was at work."""
+    """A user's function that a run calls. Its frame in a traceback shows which part of the run was at work."""
 
     name: str
     """The argument of `pretrain` that brought it in."""
@@ -36,7 +36,7 @@ class OwnPart:
 
 
 def text_of_own_error(error: BaseException) -> str | None:
-    """Return what to say of an error that a user's own code has raised; None where none of it is in its traceback."""
+    """Return the message about an error of a user's own code; None if its traceback has no such code."""
     part, entry, place = None, None, None
     first, is_inside = error.__traceback__, False
     walked = first and first.tb_next  # the first frame is of who caught it
@@ -106,7 +106,7 @@ def hand_over(flags: object, own: Mapping[str, Any]) -> None:
     """End the script that calls this, if it is run only to be read; else return at once.
 
     Args:
-        flags: what it trains with.
+        flags: the flags that it trains with.
         own: the parts of the run that it brings in, by their names.
     """
     if _readers:

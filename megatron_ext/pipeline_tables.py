@@ -1,10 +1,10 @@
-"""Tables of what the ranks of a pipeline do, as `torch.distributed.pipelining` has them.
+"""Tables of the passes of a pipeline's ranks, as `torch.distributed.pipelining` has them.
 
 A table has a row for each rank: its passes, in order. A stage here is a virtual one: the number of a model chunk in the
 order in which a microbatch passes them. Kinds of passes: F forward, B the whole backward pass, I the part of it that
 other stages wait for (the gradient of the inputs), W the rest (the gradients of the weights).
 
-torch alone knows its schedules: whoever asks for one (a dry run, too) waits for torch's import; nobody else does.
+Only torch knows its schedules: asking for one (in a dry run, too) imports torch; other runs do not wait for it.
 """
 
 import functools
@@ -23,7 +23,7 @@ class Action(NamedTuple):
 
 
 Rows = tuple[tuple[Action, ...], ...]
-"""What each rank does, in order."""
+"""Actions of each rank, in order."""
 
 CLASSES = {
     "gpipe": "ScheduleGPipe",
@@ -37,7 +37,7 @@ CLASSES = {
 
 @dataclass
 class _Stage:
-    """What the schedules of torch ask a stage when they are made: where it is."""
+    """The attributes of a stage that torch's schedules read when they are made: its place in the pipeline."""
 
     stage_index: int
     num_stages: int
@@ -49,7 +49,7 @@ class _Stage:
 
 @functools.lru_cache(maxsize=64)
 def rows(name: str, ranks: int, chunks: int, microbatches: int) -> Rows:
-    """Return the table of one of `CLASSES`, for so many model chunks on each rank."""
+    """Return the table of one of `CLASSES`, for `chunks` model chunks on each rank."""
     from torch.distributed.pipelining import schedules
 
     stages: Any = [_Stage(rank, ranks * chunks, ranks) for rank in range(chunks)]
@@ -74,7 +74,7 @@ def with_messages(table: Rows, rank_of: tuple[int, ...]) -> Rows:
     can wait for another in a circle, whether or not a send returns before its receive is posted.
 
     Args:
-        table: who runs which pass when.
+        table: the passes of each rank, in order.
         rank_of: the rank of each stage.
     """
     from torch.distributed.pipelining import schedules

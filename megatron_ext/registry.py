@@ -1,9 +1,10 @@
-"""Finds the plugins and what they bring. The core imports no plugin and names none: it asks here.
+"""Finds the plugins and the objects that they bring. The core imports no plugin and names none: it asks this module.
 
 A plugin is a package with a module `plugin.py` that holds `PLUGIN`. It lies in `megatron_ext/plugins/`, or in any
 installed distribution whose entry points name it (group `megatron_ext.plugins`, `name = package`). `PLUGIN` says which
-commands the plugin adds to `megatron-ext`, and what it brings to the extension points below, as "module:attribute":
-the module is imported when somebody asks for the attribute, so that `--help` loads neither torch nor a plugin's code.
+commands the plugin adds to `megatron-ext`, and the objects it brings to the extension points below, as
+"module:attribute": the module is imported when the attribute is asked for, so that `--help` loads neither torch nor a
+plugin's code.
 
     for traits in brought("optimizers"):
         ...
@@ -46,14 +47,14 @@ EXTENSION_POINTS = {
     "switches": "pairs of a field that turns on what a plugin does, and its values, None for any (rules/run_rules.py)",
     "translators": "functions that read a command line of another program (config/parse/command_line.py)",
 }
-"""What a plugin can bring, by name: each attribute is a tuple of the objects that the named file describes."""
+"""Extension points, by name: to each a plugin brings a tuple of objects, which the named file describes."""
 
 _GROUP = "megatron_ext.plugins"
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """Says what a plugin is called, needs and brings."""
+    """A plugin: its name, its needs and the objects that it brings."""
 
     name: str
     needs: tuple[str, ...] = ()
@@ -91,7 +92,7 @@ def plugins() -> dict[str, Plugin]:
 
 
 def brought(point: str) -> tuple[Any, ...]:
-    """Return what all plugins bring to an extension point, in the order of their names."""
+    """Return the objects that all plugins bring to an extension point, in the order of the plugins' names."""
     assert point in EXTENSION_POINTS, point
     return _brought(point)
 

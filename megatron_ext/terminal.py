@@ -1,8 +1,8 @@
-"""Prints: nothing else in the package does (`tests/unit/test_terminal.py`), for a text may hold what others have named
-or written, and in it escape sequences, which a terminal would obey.
+"""Prints: nothing else in the package does (`tests/unit/test_terminal.py`), because a text may contain names or
+contents of other origin, with escape sequences, which a terminal would obey.
 
-`survive_lost_output` lets a training go on when nobody takes its output any more: whoever read it has left, as `head`
-does; the terminal is closed; the disk that the log lies on is full.
+`survive_lost_output` lets a training go on when its output is not read any more: the reading program has ended, as
+`head` does; the terminal is closed; the disk that the log lies on is full.
 """
 
 import errno
@@ -36,7 +36,7 @@ def say(text: str = "", *, end: str = "\n", colours: Sequence[str] = ()) -> None
     """Print a text on the standard output.
 
     Args:
-        end: what follows it.
+        end: the text after it.
         colours: escape sequences that are left as they are; the text of others in it is `printable` already.
     """
     parts = re.split(f"({'|'.join(map(re.escape, colours))})", text) if colours else [text]
@@ -57,7 +57,7 @@ def tracked[Item](what: str, items: Sequence[Item]) -> Iterator[Item]:
     last line of a terminal, elsewhere as lines on the standard error output, where it takes longer than half a minute.
 
     Args:
-        what: what is done to them ("writing weights").
+        what: the work on them ("writing weights").
     """
     terminal = sys.stdout.isatty()
     begun = shown = time.monotonic()
@@ -87,7 +87,7 @@ class _Status:
 
 
 def note(text: str) -> None:
-    """Print a line on the standard error output, in one piece, so that those of several processes do not mix."""
+    """Print a line on the standard error output, in one piece, so that lines of several processes do not mix."""
     _write(sys.stderr, f"{printable(text)}\n")
 
 
@@ -113,14 +113,14 @@ def _written_out(character: str) -> str:
 
 
 _CLOSED = (errno.EPIPE, errno.EIO)
-"""A pipe or a terminal that nobody reads any more."""
+"""Errors of a pipe or a terminal that is not read any more."""
 
 
 def survive_lost_output() -> None:
     """Let the process go on when its output can go nowhere.
 
-    What is printed to a closed pipe or terminal goes nowhere from then on; what does not fit on a full disk is left
-    out, until there is room again. The exit code stays the program's own.
+    Text for a closed pipe or terminal is dropped from then on; text that does not fit on a full disk is dropped until
+    there is room again. The exit code stays the program's own.
     """
     sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
 
@@ -148,19 +148,19 @@ class _Lasting:
             self.write(line)
 
     def flush(self) -> None:
-        """Write out what is buffered, or drop it."""
+        """Write out buffered text, or drop it."""
         try:
             self._stream.flush()
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Take note of why a write has failed; raise what is no reason to go on in silence."""
+        """Remember why a write has failed; raise an error that is not about lost output."""
         if error.errno in FULL:
             return
         if error.errno not in _CLOSED:
             raise error
-        # What the stream still holds goes there too, when the interpreter ends.
+        # Text that the stream still holds goes to it, too, when the interpreter ends.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

@@ -32,7 +32,7 @@ COMMANDS = {
     "inspect-checkpoint": ("megatron_ext.cli.inspect_checkpoint", "list, show, verify and compare checkpoints"),
     **command_modules(),
 }
-"""Module and one-line description of each command, in the order of `--help`: the core's, then those of plugins."""
+"""Module and one-line description of each command, in the order of `--help`: the core's commands, then the plugins'."""
 
 
 def help_text() -> str:

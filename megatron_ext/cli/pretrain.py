@@ -69,7 +69,7 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
 
 
 def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, Any]) -> int:
-    """Print what --dry-run does, of a user's own optimizer and layers too, and return the exit code."""
+    """Print the text of --dry-run, with a user's own optimizer and layers, and return the exit code."""
     from megatron_ext.cost.dry_run import describe, verdict
 
     typed, config = configured.typed, configured.config

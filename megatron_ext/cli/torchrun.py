@@ -1,4 +1,4 @@
-"""torchrun, but the last line says why the run failed, and the exit code is that of the rank that failed first.
+"""torchrun, but the last line says why the run failed, and it exits with the code of the rank that failed first.
 
     megatron-ext torchrun --nproc-per-node 8 pretrain_gpt.py --config run.yaml
 
@@ -41,12 +41,12 @@ def main(argv: list[str]) -> int:
 
 
 def _order(failure: Any) -> tuple[bool, bool, int]:
-    """Return what sorts causes before consequences, then ranks that say why before those that leave it to another one
-    to say, then the first before later ones."""
+    """Return a sort key: causes before consequences, ranks with an exit record before ranks without, earlier before
+    later failures."""
     return failure.exitcode in _CONSEQUENCES, _written(failure) is None, failure.timestamp
 
 
 def _written(failure: Any) -> dict[str, Any] | None:
-    """Return what a rank has written of its end (resilience/exit_record.py)."""
+    """Return the exit record of a failed rank (resilience/exit_record.py); None if it wrote none."""
     written = failure.error_file_data.get("message")
     return written if isinstance(written, dict) else None

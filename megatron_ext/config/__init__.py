@@ -1,1 +1,1 @@
-"""Holds what the user asked for, resolved and checked, without torch."""
+"""The user's configuration, resolved and checked, without torch."""

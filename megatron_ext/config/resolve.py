@@ -1,7 +1,7 @@
 """The second stage of the configuration turns typed values and facts of the machine into one frozen `Config`.
 
-Resolving derives what the user left out and never complains: a value that cannot be derived, because what it
-follows from is missing or wrong, stays as it is for `validate` to name.
+Resolving derives the values that the user left out and never complains: a value that cannot be derived, because its
+inputs are missing or wrong, stays as it is for `validate` to name.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ STEPS_BETWEEN_REPLICA_CHECKS = 1000
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds what torch-free readers found outside of the flags.
+    """Facts that torch-free readers found outside of the flags.
 
     Attributes:
         global_batch_is_given: whether the user typed --global-batch-size.
         world_size: ranks that really run ($WORLD_SIZE, else 1), or None where --dry-run --world-size decides.
         cuda_available: whether this machine shows an NVIDIA GPU.
-        packages: the packages that are installed of those that only some flags need.
-        missing_compiler: the C++ compiler that torch.compile would call and that is not there, or None.
+        packages: the installed packages among the ones that only some flags need.
+        missing_compiler: the C++ compiler that torch.compile would call and that is not installed, or None.
         uncapturing_torch: the installed torch's version if it cannot capture the passes of a step, or None.
         vocab_size: entries of the tokenizer that the flags name, or None if they name none.
         tokenizer_error: why that tokenizer could not be read, or None.
@@ -48,7 +48,7 @@ class Facts:
         unread: fields that the user, or a file that the flags name, gave, but whose value could not be read.
         saved: the resolved values, by field name, of the run that wrote the checkpoint to load; None without one.
         missing_paths: files that the flags name and that do not exist (`config.parse.blend.missing_paths`).
-        missing_checkpoint: what --exit-on-missing-checkpoint finds amiss in the --load folder.
+        missing_checkpoint: the problem of the --load folder for --exit-on-missing-checkpoint.
         skip_samples_error: why --skip-samples cannot be read, or None.
         eval_tasks_problems: why the tasks of --eval-tasks cannot be done; empty without it.
         missing_task_files: files that the tasks of --eval-tasks name and that do not exist.
@@ -80,7 +80,7 @@ def resolve(typed: Mapping[str, Any], facts: Facts) -> Config:
 
     Args:
         typed: values by field name, as `arguments.parse` gives them.
-        facts: what was found outside of the flags.
+        facts: the facts of machine and files.
     """
     values = {**facts.huggingface, **typed}
     _resolve_pattern(values)
@@ -117,7 +117,7 @@ def graph_obstacles(config: Config, facts: Facts) -> list[str]:
 
 
 def positive(*values: Any) -> bool:
-    """Return whether all values are there and above zero, so that one may divide by them."""
+    """Return whether no value is None and all are above zero, so that one may divide by them."""
     return all(value is not None and value > 0 for value in values)
 
 
@@ -166,8 +166,8 @@ def _resolve_layout(values: dict[str, Any], facts: Facts) -> None:
 
 
 def _resolve_virtual_stages(values: dict[str, Any]) -> None:
-    """Fill in the chunks per stage from the layers of a chunk, or the other way round; a layout string says how many
-    there are."""
+    """Fill in the chunks per stage from the layers of a chunk, or the other way round; a layout string sets the number
+    of chunks."""
     stages = values.get("pipeline_model_parallel_size", 1)
     split = values.get("pipeline_model_parallel_layout")
     if split is not None:
@@ -193,8 +193,8 @@ def _resolve_virtual_stages(values: dict[str, Any]) -> None:
 
 
 def _resolve_implementation(values: dict[str, Any]) -> None:
-    """Have the layers computed by ours where Transformer Engine's cannot be, as the fields say that ask for it. What is
-    computed is the same, in FP8 up to how each rounds."""
+    """Select this program's own layers (--transformer-impl local) where a field asks for something that Transformer
+    Engine's layers cannot compute. The results are the same, in FP8 up to rounding."""
     if any(values.get(name) for name in _computed_by_ours()):
         values["transformer_impl"] = "local"
 
@@ -205,8 +205,8 @@ def _computed_by_ours() -> tuple[str, ...]:
 
 
 def _resolve_exchange(values: dict[str, Any]) -> None:
-    """Have context-parallel ranks exchange heads where attention has dropout and nobody has named an exchange: a ring
-    puts attention together from blocks, whose kernels have no dropout."""
+    """Select the exchange of heads (a2a) between context-parallel ranks where attention has dropout and no exchange is
+    given: a ring puts attention together from blocks, and kernels of blocks have no dropout."""
     size, tensor = values.get("context_parallel_size", 1), values.get("tensor_model_parallel_size", 1)
     groups: Any = values.get("num_query_groups" if values.get("group_query_attention") else "num_attention_heads")
     dropout = values.get("attention_dropout", ModelConfig.attention_dropout)
@@ -327,7 +327,7 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 
 _last: dict[str, tuple[dict[str, Any], Any]] = {}
-"""By name of a group its values and itself, as they were built the last time."""
+"""Name of a group -> its values and the group built from them, of the last call."""
 
 
 def _group(name: str, values: dict[str, Any]) -> Any:

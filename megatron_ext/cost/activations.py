@@ -1,11 +1,11 @@
 """Bytes of activations that a rank holds for one microbatch between its forward and its backward pass.
 
-Per layer, with T = S/c B tokens of a rank, H hidden, F the rank's width of the MLP, w bytes of an element; what
-sequence parallelism divides is marked /t:
+Per layer, with T = S/c B tokens of a rank, H hidden, F the rank's width of the MLP, w bytes of an element; tensors that
+sequence parallelism divides are marked /t:
 
     residual      2 w T H /t                inputs of the two norms
     norms         2 (w T H + 4 T) /t        their outputs, and 1/RMS in fp32 (LayerNorm: mean and 1/deviation, 8)
-    mixer         parts/attention/describe.py, and those of other mixers
+    mixer         parts/attention/describe.py; other mixers have their own `describe.py`
     mlp           w T 3 F                   SwiGLU in one kernel: gate and up, and their product (5 F where a CPU
                                             does it in steps, 2 F with GELU)
     dropout       2 T H /t                  masks: a byte an element on a GPU, w on a CPU
@@ -34,7 +34,7 @@ class LayerBytes:
     """The bytes that one layer holds of one microbatch.
 
     Attributes:
-        parts: by name: residual, norms, dropout, and what the parts of the layer say (`Part.held`).
+        parts: by name: residual, norms, dropout, and the bytes that the parts of the layer name (`Part.held`).
         total: sum over the parts.
     """
 
@@ -48,17 +48,17 @@ class ChunkBytes:
 
     layers: float
     loss: float
-    """Bytes of what lies between the last layer and the loss: final norm, softmax of the logits."""
+    """Bytes held between the last layer and the loss: final norm, softmax of the logits."""
 
     rest: float
     """Bytes of the embedding's dropout mask and the rotary table."""
 
     recomputed: float
-    """Bytes held for a while in the backward pass: the activations of the layers, or parts, that are computed anew, and
-    what a mixer computes again in any case. By then what the loss held is gone."""
+    """Bytes held for a while in the backward pass: activations of recomputed layers or parts, and tensors that a mixer
+    recomputes in any case. By then the loss's bytes are freed."""
 
     logits: float
-    """Bytes held for a while around the loss, which its logits need beyond `loss`."""
+    """Bytes of the logits held for a while around the loss, beyond `loss`."""
 
     @property
     def held(self) -> float:
@@ -67,7 +67,7 @@ class ChunkBytes:
 
 
 def recomputation(config: Config) -> tuple[object, ...]:
-    """Return all that says what is recomputed."""
+    """Return the values of the flags that decide what is recomputed."""
     training = config.training
     return (
         training.recompute_granularity,
@@ -95,7 +95,7 @@ class Activations:
         self._of_recomputations: dict[tuple[object, ...], Activations] = {recomputation(config): self}
 
     def recomputing(self, config: Config) -> "Activations":
-        """Return the formulas of a configuration that differs from this one in what it recomputes alone."""
+        """Return the formulas of a configuration that differs from this one only in its recomputation."""
         again = recomputation(config)
         formulas = self._of_recomputations.get(again)
         if formulas is None:
@@ -135,7 +135,7 @@ class Activations:
                 anew = self.config.training.recompute_method == "uniform"
                 freed = final_norm(self.config.model).held(self.share) if anew else 0.0
                 others = depths * (loss - freed) + freed
-                # When the last depth is computed anew, what all others' losses hold is still there.
+                # When the last depth is recomputed, the bytes that the other depths' losses hold are not freed yet.
                 recomputed += others + freed if recomputed else 0.0
                 loss += others - freed
             rest = self._dropout_mask() if first else 0.0
@@ -181,11 +181,11 @@ class Activations:
         return self.layer(layer).total + self._again((layer,))
 
     def _again(self, layers: Iterable[Layer], dropped: Mapping[Layer, float] = MappingProxyType({})) -> float:
-        """Return the bytes beyond those held by layers at which their backward passes hold most, of what a mixer
-        computes again in any case: what comes after it is gone by then.
+        """Return the bytes beyond the layers' own at the peak of their backward passes, for tensors that a mixer
+        recomputes in any case: activations of later layers are freed by then.
 
         Args:
-            dropped: bytes of a layer that are not held, its core among them.
+            dropped: bytes of a layer that recomputation drops, its core included.
         """
         most = freed = 0.0
         if not any(branch.part.computed_again(self.share) for kind, _ in self.kinds for branch in kind.branches):
@@ -202,8 +202,8 @@ class Activations:
         return most
 
     def _gathered(self, layers: Iterable[Layer]) -> float:
-        """Return the bytes of the other ranks' parts of the inputs of attention and MLP, where these are kept. That
-        goes without recomputation alone."""
+        """Return the bytes of the other ranks' parts of the inputs of attention and MLP, if they are kept, which is
+        possible only without recomputation."""
         if not self.config.layout.sequence_parallel_keep_gathered:
             return 0.0
         inputs = sum(layer.blocks + 2 * (layer.next_token is not None) for layer in layers)
@@ -219,13 +219,14 @@ class Activations:
         return sum(sizes.get(part, 0.0) for part in self.config.training.recompute_modules or ("core_attn",))
 
     def _loss(self) -> tuple[float, float]:
-        """Return the bytes held until the backward pass, and what comes on top around the loss."""
+        """Return the loss's bytes held until the backward pass, and its further bytes held for a while around the
+        loss."""
         model = self.config.model
         norm = self.stream + final_norm(model).held(self.share)
         copy = 0 if self.width == _FP32 else self.width  # 16-bit logits next to their fp32 copy
         if self.config.training.linear_cross_entropy:
-            # Both gradients are there from the forward pass on, in place of what they are made of: that of the hidden
-            # states of all tensor-parallel ranks' tokens, and that of this rank's matrix in fp32.
+            # Both gradients exist from the forward pass on, in place of the tensors they are made of: the gradient of
+            # the hidden states of all tensor-parallel ranks' tokens, and of this rank's matrix in fp32.
             for_hidden = self.width * self.tokens * model.hidden_size
             rows = model.padded_vocab_size // self.tensor
             chunk = min(self.tokens, LOSS_CHUNKS["cuda" if self.fused else "cpu"])

@@ -1,11 +1,11 @@
 """Makes the text that `--dry-run` prints: the layout rank by rank, and the sizes of model, batch and run.
 
-Says whether a layout fits in a device's memory: what `--dry-run` prints last.
+Its last lines say whether the layout fits in a device's memory:
 
     lines, fits = verdict(config, device_memory_gb=80)
 
-The bytes are those of cost/memory.py: formulas, which leave out the CUDA context, NCCL's buffers and what the allocator
-loses between blocks; 8% of the memory are left for these.
+The bytes come from cost/memory.py: formulas, which leave out the CUDA context, NCCL's buffers and the allocator's
+fragmentation; 8% of the memory are left for these.
 """
 
 from collections import Counter
@@ -206,7 +206,7 @@ def verdict(
 
     Args:
         config: a resolved and validated configuration.
-        device_memory_gb: memory of one device in GB (1e9 bytes); wins over that of the name.
+        device_memory_gb: memory of one device in GB (1e9 bytes); overrides the memory of the named device.
         device_name: a row of `plan.hardware.TABLE`.
     Raises:
         ConfigurationError: there is no device of that name.

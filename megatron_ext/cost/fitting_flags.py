@@ -13,7 +13,7 @@ Change = tuple[str, str, dict[str, Any]]
 """Flags as they are typed, the group of their fields, and the values of these."""
 
 _MACHINE = Facts(cuda_available=True)
-"""What --dry-run believes."""
+"""The facts that --dry-run assumes of the machine: it has GPUs."""
 
 
 def fitting_flags(config: Config, usable_bytes: float) -> str | None:
@@ -38,7 +38,8 @@ def fitting_flags(config: Config, usable_bytes: float) -> str | None:
 
 
 def _changes(config: Config) -> Iterator[Change]:
-    """Yield what takes memory from a rank, the cheapest first; a later change of a field replaces an earlier one."""
+    """Yield changes of flags that reduce the memory of a rank, cheapest first; a later change of a field replaces an
+    earlier one."""
     layout, training = config.layout, config.training
     if layout.sharding.divides_more == "--use-distributed-optimizer" and layout.data_parallel_size > 1:
         yield "--use-distributed-optimizer", "layout", {"use_distributed_optimizer": True}

@@ -25,8 +25,8 @@ def flops_per_token(config: Config) -> int:
     leaves, on average half the sequence: for each layer 6 x (heads x head size) x sequence length ("causal"; the "full"
     convention has 12), less with a window. Of a mixture of experts the top k count, and the router. The vocabulary is
     the true one, without padding. Each depth of multi-token prediction has the output layer's work once more.
-    Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B, halved there for causality. Megatron-LM's own
-    formula agrees in the matrices, but counts padded rows.
+    Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B, with its attention term halved for causality.
+    Megatron-LM's own formula agrees in the matrices, but counts padded rows.
     """
     model, vocabulary = config.model, config.data.vocab_size
     matrices = vocabulary * model.hidden_size * (1 + (model.mtp_num_layers or 0))
@@ -37,12 +37,12 @@ def flops_per_token(config: Config) -> int:
 
 
 def active_parameters(config: Config) -> int:
-    """Return the parameters that compute one token: those of all experts but the top k are left out."""
+    """Return the number of parameters that compute one token: of routed experts, the parameters of the top k."""
     return sum(number * parameter.size for parameter, number in active_kinds_of_parameters(config))
 
 
 def parameters_without_embeddings(config: Config) -> int:
-    """Return the parameters of the layers and the final norm: what scaling laws call N."""
+    """Return the number of parameters of the layers and the final norm: N of the scaling laws."""
     kinds = kinds_of_parameters(config)
     return sum(number * p.size for p, number in kinds if isinstance(p.stage, int) or "layernorm" in p.name)
 

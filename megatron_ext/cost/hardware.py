@@ -1,9 +1,10 @@
-"""The table says what devices can do, from their makers' data sheets; every number can be given by a flag of
-tools/plan.py instead.
+"""The table of devices has peak rates, bandwidths and memory from their makers' data sheets; a flag of tools/plan.py
+can replace any number.
 
-Peaks are those of dense matrices: data sheets print twice as much for 16-bit types "with sparsity". Link bandwidths are
-of one direction and one device: half of what data sheets add up over both. Memory is what a driver reports to a program
-(torch.cuda.get_device_properties), which is neither the data sheet's figure in powers of ten nor in powers of two.
+Peaks are for dense matrices: data sheets print twice as much for 16-bit types "with sparsity". Link bandwidths are of
+one direction and one device: half of the sum over both directions that data sheets print. Memory is the size
+that a driver reports to a program (torch.cuda.get_device_properties): neither the data sheet's figure in powers of ten
+nor in powers of two.
 
 The constants of the time model, each with its source or its fit.
 
@@ -22,7 +23,7 @@ from megatron_ext.config.schema import TrainingConfig
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says."""
+    """Constants of the time model that no data sheet has."""
 
     edge: float = 236.0
     """Rows and columns by which a matrix product's cost exceeds its size: tiles at the edges and the last wave of
@@ -37,9 +38,8 @@ class Constants:
     arXiv:2407.08608, figure 5) reach half of their final rate at about 500 keys, causal, 128 channels."""
 
     activations: float = 2.54
-    """Times that activations go through the memory for each time that the sum of reads and writes of the planner's
-    estimate counts them, over the bandwidth of the data sheet: casts, copies, reductions and what does not reach the
-    bandwidth. Fitted."""
+    """Factor on the planner's count of reads and writes of activations, at the bandwidth of the data sheet: for casts,
+    copies, reductions and kernels that do not reach the bandwidth. Fitted."""
 
     fsdp_shown: float = 0.755
     """Share of FSDP's traffic that makes a step longer, although it could run next to computation: FSDP gathers a few
@@ -87,10 +87,12 @@ class Constants:
     the layer: Python, autograd and the start of each kernel. On GPUs these run ahead of the device."""
 
     calls_of_a_pass: float = 0.0
-    """The same for a microbatch's passes through one chunk, without its layers: schedule, batch, embedding, loss."""
+    """CPU seconds of the program's own calls for a microbatch's passes through one chunk, without its layers: schedule,
+    batch, embedding, loss."""
 
     calls_of_a_step: float = 0.0
-    """The same for a step, once a process: batches, clipping, the optimizer's call, logging."""
+    """CPU seconds of the program's own calls for a step, once a process: batches, clipping, the optimizer's call,
+    logging."""
 
     cores: int | None = None
     """Processor cores that the processes of a node share, on CPU ranks: None for one each."""
@@ -108,9 +110,9 @@ CPU = Constants(
     calls_of_a_pass=5e-3,
     calls_of_a_step=9e-3,
 )
-"""For CPU ranks: nothing is hidden where computation and traffic share the cores. A hop is what gloo
-costs a rank in CPU time for small tensors: 0.2 to 0.6 ms, from sums, gathers, broadcasts and messages of 256 bytes
-between 2 and 4 ranks (torch 2.15, two cores). The program's own calls: `benchmarks/planner_cpu.py --calls`."""
+"""For CPU ranks: nothing is hidden where computation and traffic share the cores. A hop is the CPU time that gloo costs
+a rank for small tensors: 0.2 to 0.6 ms, from sums, gathers, broadcasts and messages of 256 bytes between 2 and 4 ranks
+(torch 2.15, two cores). The program's own calls: `benchmarks/planner_cpu.py --calls`."""
 
 RANGE = (0.90, 1.16)
 """Time over estimate between which 90% of the published runs lie, each left out of the fit with all of its source."""
@@ -129,10 +131,10 @@ components of the published runs by source (`python benchmarks/planner.py`), 0.0
 micro batches are assumed."""
 
 RUNS_DIFFER = 0.05
-"""The same from one run to another of one program and machine: 0.053, and 0.037."""
+"""The same deviation from one run to another of one program and machine: 0.053, and 0.037 without that table."""
 
 ASSUMED_PROGRAMS_DIFFER = 0.22
-"""The first for devices of which no run was fitted: what ASSUMED_RANGE stands for."""
+"""PROGRAMS_DIFFER for devices of which no run was fitted: the deviation that ASSUMED_RANGE stands for."""
 
 
 @dataclass(frozen=True)
@@ -157,14 +159,14 @@ class Hardware:
     """Power that the device may draw, without its share of the node."""
 
     matmul_share: float
-    """Share of the peak that large matrix products reach, before what their sizes cost."""
+    """Share of the peak that large matrix products reach, before the losses that depend on their sizes."""
 
     attention_share: float
     """Share of the peak that fused attention reaches on long sequences."""
 
     fsdp_attention_share: float
-    """The same in programs of FSDP: those published have kernels before FlashAttention-3, with ALiBi. On A100 and H100
-    fitted, elsewhere in proportion."""
+    """Share of the peak that fused attention reaches in FSDP programs: the published ones have kernels before
+    FlashAttention-3, with ALiBi. On A100 and H100 fitted, elsewhere in proportion."""
 
     fitted: bool
     """Whether the shares come from published runs on this device, or are assumed."""
@@ -193,11 +195,11 @@ class Machine:
     """Share of the peak that large matrix products reach; None: the table's."""
 
     link_efficiency: float | None = None
-    """Share of the links' bandwidth that collectives reach; None: that of cost/hardware.py."""
+    """Share of the links' bandwidth that collectives reach; None: the share in the constants of cost/hardware.py."""
 
     constants: Constants = field(default_factory=Constants)
     correction: float | None = None
-    """What every time is multiplied by, since a run on this machine was measured; None: none was."""
+    """Factor for every estimated time, from a measured run on this machine; None: no run was measured."""
 
     measured_ratio: float | None = None
     """Measured over estimated time of that run, part of which is its own (plugins/planner/calibrate.py)."""
@@ -214,7 +216,7 @@ class Machine:
 
     @property
     def fsdp_attention_share(self) -> float:
-        """The same in programs of FSDP."""
+        """Share of the peak that fused attention reaches in FSDP programs."""
         return self.devices.fsdp_attention_share * self.matmul_share / self.devices.matmul_share
 
     @property
@@ -299,8 +301,8 @@ _ALIKE = 0.03
 def hardware(name: str, **figures: float | None) -> Hardware:
     """Return a row of the table, with the values that were given in place of its own.
 
-    A chip is sold with several memories and at several powers: where the bandwidth that was given is that of another
-    row of the same chip, the other figures come from that row, such as those of the A100 with 40 GB (1,555 GB/s).
+    A chip is sold with several memories and at several powers: where the given memory bandwidth is the bandwidth of
+    another row of the same chip, such as the A100 with 40 GB (1,555 GB/s), the other figures come from that row.
     """
     row = TABLE[name]
     bandwidth = figures.get("memory_bandwidth_gb_s")

@@ -1,5 +1,5 @@
-"""Estimates how long the computation of a layer takes on a rank: matrix products by their sizes, attention, and what is
-bound by the memory.
+"""Estimates how long the computation of a layer takes on a rank: matrix products by their sizes, attention, and
+memory-bound kernels.
 
 A matrix product of M x K by K x N takes 2 M N K / (peak x share) x (1 + e/M) (1 + e/N) (1 + k/K): tiles at the edges
 that are not full and blocks of the chip that wait for the last tiles cost e rows and columns more, starting and ending
@@ -30,7 +30,7 @@ class Kernels:
         self.rate = peak * machine.matmul_share
         self.attention_rate = peak * (machine.fsdp_attention_share if fsdp else machine.attention_share)
         self.bandwidth = machine.devices.memory_bandwidth_gb_s * 1e9 * share
-        """Bytes a second of the data sheet."""
+        """Memory bandwidth of the data sheet, in bytes a second."""
         self.stream = self.bandwidth * self.constants.stream
         """Bytes a second that long reads and writes reach."""
         self.width = config.training.params_bytes
@@ -42,8 +42,8 @@ class Kernels:
         self._of_kinds: dict[Layer, tuple[Passes, Passes, Passes]] = {}
 
     def layer(self, layer: Layer) -> tuple[Passes, Passes, Passes]:
-        """Return the seconds of the mixer's projections, of its core, and of the MLP with what else a depth of
-        multi-token prediction has."""
+        """Return the seconds of the mixer's projections, of its core, and of the MLP with the further products of a
+        depth of multi-token prediction."""
         if layer not in self._of_kinds:
             forward, backward = map(sum, zip(self._part(layer.mlp), self._part(layer.next_token), strict=True))
             self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), (forward, backward)
@@ -74,7 +74,7 @@ class Kernels:
         return forward, backward
 
     def _part(self, part: Part | None) -> Passes:
-        """Return the seconds of a part's products, with those of the program's calls."""
+        """Return the seconds of a part's products, the program's own calls included."""
         if part is None:
             return 0.0, 0.0
         products = self.products.of(part)
@@ -101,8 +101,8 @@ class Kernels:
 
 
 def with_calls(passes: Passes, calls: float) -> Passes:
-    """Return the seconds of a forward and a backward pass with those of the program's own calls for both, of which the
-    backward pass, with two products for one, has two thirds."""
+    """Add the seconds of the program's own calls to a forward and a backward pass. The backward pass gets two thirds of
+    `calls`: it has two products for one of the forward pass."""
     forward, backward = passes
     return forward + calls / 3, backward + calls * 2 / 3
 

@@ -1,12 +1,12 @@
 """Computes the bytes that a rank of each stage needs, part by part: formulas, not measurements.
 
-State is what cost/state_bytes.py says and benchmarks/sharding.py counts. Activations are cost/activations.py times
-the microbatches in flight. On top come what a layer's backward pass needs for a while (the gradients of one MLP's
-activations and of one matrix) and, under ZeRO-2, ZeRO-3 and FSDP2, what is whole for a while. The CUDA context, NCCL's
-buffers, libraries' workspaces and what the allocator loses between blocks are not in it. A share of the memory is to be
-left for these.
+State comes from cost/state_bytes.py, which benchmarks/sharding.py checks. Activations are cost/activations.py times the
+microbatches in flight. On top come temporary tensors of a layer's backward pass (the gradients of one MLP's activations
+and of one matrix) and, under ZeRO-2, ZeRO-3 and FSDP2, gathered weights and gradients. The CUDA context, NCCL's
+buffers, libraries' workspaces and the allocator's fragmentation are not included. A share of the memory is to be left
+for these.
 
-Which flags take memory from a rank that does not have enough, and what they take it from.
+`helpful_flags` lists the flags that reduce the memory of a rank that does not have enough.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class MemoryEstimate:
     """Activations of the layers, for all microbatches in flight."""
 
     loss: float
-    """Final norm, softmax, and logits while they are there."""
+    """Final norm, softmax, and logits while they exist."""
 
     work: float
     """Bytes held for a while in a backward pass: recomputed activations, gradients of one layer, gathered weights."""
@@ -60,7 +60,7 @@ class OverTime:
     """The bytes that a stage needs while it works."""
 
     always: float
-    """Bytes of weights, gradients and optimizer state, and of what sharded ranks gather."""
+    """Bytes of weights, gradients and optimizer state, and of tensors that sharded ranks gather."""
 
     held: list[float]
     """Bytes of one microbatch between its forward and its backward pass, by chunk."""
@@ -70,7 +70,7 @@ class OverTime:
 
 
 def over_time(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> OverTime:
-    """Return what makes up the memory of this stage at any time; its most is the total of `stage_memory`."""
+    """Return the parts of this stage's memory over the course of a step; its peak is the total of `stage_memory`."""
     work = Workload(config, shapes, fused=fused)
     kinds, chunks = _chunks(work, stage)
     for_a_while = [max(chunk.logits, _in_layers(work, chunk)) for chunk in kinds]
@@ -79,7 +79,7 @@ def over_time(config: Config, stage: int, shapes: Shapes, *, fused: bool) -> Ove
 
 
 def stage_memory(work: Workload, stage: int) -> MemoryEstimate:
-    """Return what a rank of this stage needs."""
+    """Return the bytes that a rank of this stage needs."""
     peak = _most_held(work, stage)
     weights, gradients, optimizer = work.kept(stage)
     return MemoryEstimate(
@@ -121,18 +121,19 @@ def _held(work: Workload, stage: int) -> _Held:
 
 
 def worst_stage(work: Workload) -> tuple[int, MemoryEstimate]:
-    """Return the stage that needs most, and what it needs."""
+    """Return the stage that needs most memory, and the bytes that its ranks need."""
     stage = max(work.shapes.kinds_of_stages, key=lambda stage: _total(work, stage))
     return stage, stage_memory(work, stage)
 
 
 def fits(work: Workload, usable: float) -> bool:
-    """Return whether no stage needs more than so many bytes."""
+    """Return whether no stage needs more than `usable` bytes."""
     return all(_total(work, stage) <= usable for stage in work.shapes.kinds_of_stages)
 
 
 def state_fits(work: Workload, usable: float) -> bool:
-    """Return whether no stage needs more without activations: what a stage keeps between steps, and gathers."""
+    """Return whether no stage needs more than `usable` bytes without activations: for the state that it keeps between
+    steps, and gathered tensors."""
     return all(sum(work.kept(stage)) + _gathered(work, stage) <= usable for stage in work.shapes.kinds_of_stages)
 
 
@@ -143,21 +144,26 @@ def _total(work: Workload, stage: int) -> float:
 
 
 def _chunks(work: Workload, stage: int) -> tuple[list[ChunkBytes], list[int]]:
-    """Return the bytes of every kind of chunk that a stage has, and of which kind each of its chunks is."""
+    """Return the bytes of every kind of chunk of a stage, and the kind of each of its chunks."""
     kinds, chunks = work.shapes.kinds_of_chunks(stage)
     return [work.formulas.chunk(layers, first=first, last=last) for layers, first, last in kinds], chunks
 
 
 def _in_layers(work: Workload, chunk: ChunkBytes) -> float:
-    """Return the bytes held for a while in the backward pass of a chunk's layers, beyond what it held before."""
-    # Before the gradients of the first layer are there, the logits are gone, and all that the loss held.
+    """Return the bytes held for a while in the backward pass of a chunk's layers, beyond the bytes that the chunk held
+    before."""
+    # Before the gradients of the first layer exist, the logits are freed, and all that the loss held.
     return chunk.recomputed + work.portion.gradients_of_a_layer - chunk.loss
 
 
 def _gathered(work: Workload, stage: int) -> float:
-    """Return what ZeRO-2 and ZeRO-3 have whole for a while: the gradient of a layer, as computed and as it is summed,
-    in fp32, or where backward passes are split all of them as they are summed; and of divided weights those of a layer
-    and the next one (the two largest), all where they are kept, and what belongs to no layer."""
+    """Return the bytes of gradients and weights that ZeRO-2 and ZeRO-3 gather for a while.
+
+    ZeRO-2: the gradient of the largest layer, as computed and as summed in fp32; with split backward passes the summed
+    gradients of all parameters of the stage. ZeRO-3 in addition: the weights of the two largest layers (one computes
+    while the next is gathered), or of all layers with --torch-fsdp2-no-reshard-after-forward, and the weights that
+    belong to no layer.
+    """
     if not work.scheme.gradients:
         return 0.0
     shapes, width = work.shapes, work.formulas.width
@@ -175,7 +181,7 @@ _STATE = ("weights", "gradients", "optimizer")
 
 
 def estimate(config: Config, *, fused: bool) -> tuple[int, MemoryEstimate]:
-    """Return the pipeline stage whose ranks need most, and what each of them needs.
+    """Return the pipeline stage whose ranks need most memory, and the bytes that each of them needs.
 
     Args:
         fused: whether this is a GPU.
@@ -186,7 +192,7 @@ def estimate(config: Config, *, fused: bool) -> tuple[int, MemoryEstimate]:
 def kept_at_least(config: Config, *, fused: bool, anywhere: bool) -> tuple[int, dict[str, float]]:
     """Return a pipeline stage and, by part, the bytes that each of its ranks keeps between steps.
 
-    Without training (--skip-train) weights alone are sure to be there.
+    Without training (--skip-train) a rank keeps at least the weights.
 
     Args:
         fused: whether this is a GPU.
@@ -201,10 +207,10 @@ def kept_at_least(config: Config, *, fused: bool, anywhere: bool) -> tuple[int, 
 
 
 def host_bytes(config: Config, *, fullest: bool = False) -> float:
-    """Return the bytes of state that every rank keeps in host memory, next to its GPU: those of the emptiest stage.
+    """Return the bytes of state that every rank keeps at least in host memory, next to its GPU: the smallest stage's.
 
     Args:
-        fullest: those of the fullest stage instead.
+        fullest: return the largest stage's bytes instead.
     """
     shapes = Shapes(config)
     kinds = state_bytes(config), state_bytes(config, expert=True)
@@ -214,7 +220,7 @@ def host_bytes(config: Config, *, fullest: bool = False) -> float:
 
 
 def described(parts: Mapping[str, float]) -> str:
-    """Return what holds how much, the largest first: `optimizer 12.0 GB, activations 3.1 GB`."""
+    """Return the parts with their sizes in a text, largest first: `optimizer 12.0 GB, activations 3.1 GB`."""
     largest = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {gigabytes(size)}" for name, size in largest if size >= 0.005 * sum(parts.values()))
 

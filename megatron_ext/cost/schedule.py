@@ -1,5 +1,5 @@
 """The order in which a pipeline stage works, as megatron-core's schedules or a table (`pipeline_tables.py`) have it,
-and what it holds on the way.
+and the microbatches that it holds meanwhile.
 
 Without interleaving (1F1B) stage s runs p - s - 1 forward passes ahead and then one forward and one backward pass in
 turn. With v chunks, microbatches pass in groups of N (by default p): a group passes chunk after chunk, and stage s runs
@@ -36,10 +36,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage of a pipeline does in a step, in which order.
+    """The passes of every pipeline stage in a step, in their order.
 
-    The planner, `tools/draw_pipeline.py`, and `--dry-run` ask it alone. `train/build.py`
-    takes the engine's function that works in this order.
+    The planner, `tools/draw_pipeline.py` and `--dry-run` take the order from here alone. `train/build.py` takes the
+    engine's function that works in this order.
     """
 
     stages: int
@@ -61,7 +61,7 @@ class Schedule:
         return passes if self.chunks == 1 else 2 * passes + (self.chunks - 1) * self.group
 
     def table(self) -> Rows:
-        """Return the same of all stages, as `pipeline_tables` writes it: stages are virtual there."""
+        """Return the passes of all stages in the form of `pipeline_tables`, which numbers virtual stages."""
         return tuple(
             tuple(
                 Action(chunk * self.stages + stage, "F" if forward else "B", microbatch)
@@ -71,7 +71,7 @@ class Schedule:
         )
 
     def rank_of(self, virtual: int) -> int:
-        """Return the stage that has a virtual one."""
+        """Return the stage that has a virtual stage."""
         return virtual % self.stages
 
     def messages(self, stage: int) -> int:
@@ -119,7 +119,7 @@ class Schedule:
 
     @property
     def least_bubble(self) -> float:
-        """The same, of stages of whatever times: it is never less."""
+        """Lower bound of the bubble, whatever the times of the stages."""
         return self.bubble
 
     def few(self) -> "Schedule":
@@ -171,8 +171,8 @@ class Most(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def most_held_of_stage(schedule: Schedule, stage: int, held: tuple[float, ...], for_a_while: tuple[float, ...]) -> Most:
-    """Return `most_held` of what a stage does in a step, without a look at all of it: chunks that are alike hold most
-    in the first pass behind those ahead, and others before whole groups repeat what they hold."""
+    """Return `most_held` of a stage's step without going through all of its passes: chunks that are alike hold most at
+    the first pass after the passes ahead, others before their pattern repeats with whole groups."""
     works, first = schedule.order(stage), schedule.ahead(stage)
     if type(schedule) is not Schedule:
         return most_held(works, held, for_a_while)
@@ -212,7 +212,7 @@ _HALVES = {"F": "", "B": "", "I": "inputs", "W": "weights"}
 
 @dataclass(frozen=True)
 class TableSchedule(Schedule):
-    """A schedule that is said pass by pass. `stages` are ranks here, as in every `Schedule`."""
+    """A schedule that is given pass by pass. `stages` are ranks here, as in every `Schedule`."""
 
     rows: Rows = ()
     v_shaped: bool = False

@@ -127,7 +127,7 @@ class Shapes:
         return self._kinds_of_chunks[stage]
 
     def part(self, layer: Layer) -> ElementCounts:
-        """Return what a rank holds of a layer."""
+        """Return the elements that a rank holds of a layer."""
         return self.layers[layer]
 
     @functools.cached_property
@@ -154,8 +154,7 @@ class Shapes:
         return sum(self.counts[stage])
 
     def parameters_of_stage(self, stage: int) -> tuple[int, int]:
-        """Return the parameters of a rank of this stage: those outside of routed experts, then those of routed
-        experts."""
+        """Return the parameters of a rank of this stage: outside of routed experts, and in routed experts."""
         if stage not in self._of_stages:
             of_chunks = [self.parameters_of_chunk(stage, chunk) for chunk in range(len(self.counts[stage]))]
             dense = sum(part[0] for part in of_chunks)
@@ -165,7 +164,8 @@ class Shapes:
         return self._of_stages[stage]
 
     def parameters_of_chunk(self, stage: int, chunk: int) -> tuple[int, int]:
-        """Return the same of one chunk; a shared embedding counts on both ends."""
+        """Return the parameters of a rank in one chunk: outside of routed experts, and in routed experts. A shared
+        embedding counts in both end chunks."""
         dense, experts = self._of_layers(self.stacks[stage][chunk])
         if self.is_first(stage, chunk):
             dense += self.embedding.dense
@@ -213,7 +213,8 @@ def _parts(
     expert_ranks: int,
     own: OwnParameters | None,
 ) -> tuple[ElementCounts, int, dict[Layer, ElementCounts], ElementCounts]:
-    """Return the embedding, the word embeddings in it, a layer of each kind, and what follows the layers.
+    """Return the elements of the embedding, of the word embeddings in it, of a layer of each kind, and of the output
+    (final norm and output layer).
 
     Args:
         own: lists the parameters of own layers.
@@ -234,7 +235,8 @@ def _parts(
 
 
 def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, expert_ranks: int) -> ElementCounts:
-    """Return what a rank holds of a parameter; of that of one expert, what it holds of all `experts` of the layer."""
+    """Return the elements that a rank holds of a parameter; of a routed expert's parameter, of the same one in all
+    `experts` of the layer."""
     routed = parameter.expert is not None
     elements = math.prod(parameter.local_shape(expert_tensor if routed else tensor))
     matrix = elements if len(parameter.shape) > 1 else 0
@@ -242,7 +244,7 @@ def _part(parameter: Parameter, tensor: int, expert_tensor: int, experts: int, e
         return ElementCounts(0, elements * experts // expert_ranks, 0, 0, 0, matrix)
     if parameter.sequence_parallel and matrix:
         # Whole on every rank of tensor parallelism, which divides its tokens instead.
-        # Their gradients are added over the ranks as those of norms are.
+        # Their gradients are added over the ranks as norms' gradients are.
         if ".self_attention." in parameter.name:
             return ElementCounts(elements, 0, elements, matrix // tensor, 0, matrix)
         return ElementCounts(elements, 0, elements, 0, matrix // tensor, 0)

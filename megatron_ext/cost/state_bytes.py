@@ -32,7 +32,7 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """Sum of what one rank keeps."""
+        """Bytes a parameter that one rank keeps."""
         return sum(self.sizes)
 
     @property
@@ -45,7 +45,7 @@ class StateBytes:
 
     @property
     def _whole(self) -> list[float]:
-        """What the device would keep of each if it were not divided."""
+        """Bytes a parameter of weights, gradients and optimizer state on the device, before division over ranks."""
         sizes = (self.weights, self.gradients, self.optimizer)
         return [size * share for size, share in zip(sizes, self.on_device, strict=True)]
 

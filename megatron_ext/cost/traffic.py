@@ -1,13 +1,13 @@
 """Computes the bytes that a rank sends in a step, from the flags alone: the formulas next to the counts of
 benchmarks/sharding.py.
 
-P is the number of parameters of a rank's stage and tensor-parallel shard, n = data x context parallel size (who shares
-gradients) over the r copies of the shards, m microbatches, L layers of a rank, S sequence, B samples of a microbatch, H
-hidden size, w bytes of a weight or an activation (2 in bf16, 4 in fp32). A = S/c B H w is one activation, Q, K and KV
-this rank's queries, keys, and keys with values, of one layer, QKV the projection of all ranks; norms are elements of
-norms and of what else every rank has whole: biases, routers, projections to latents. Gradients are reduced in fp32. Of
-experts: E and e their parallel size and tensor-parallel size, k experts of a token, T this rank's part of A, which it
-routes.
+P is the number of parameters of a rank's stage and tensor-parallel shard, n = data x context parallel size (the ranks
+that share gradients) over the r copies of the shards, m microbatches, L layers of a rank, S sequence, B samples of a
+microbatch, H hidden size, w bytes of a weight or an activation (2 in bf16, 4 in fp32). A = S/c B H w is one activation,
+Q, K and KV this rank's queries, keys, and keys with values, of one layer, QKV the projection of all ranks; norms are
+elements of norms and of the other parameters that every rank has whole: biases, routers, projections to latents.
+Gradients are reduced in fp32. Of experts: E and e their parallel size and tensor-parallel size, k experts of a token, T
+this rank's part of A, which it routes.
 Sources: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, sections 5 and 7), Shoeybi et al. 2019 (arXiv:1909.08053,
 section 3), Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2), Narayanan et al. 2021 (arXiv:2104.04473, 2.2).
 """
@@ -66,7 +66,7 @@ def sent_for_data(config: Config, stage: int, shapes: Shapes) -> list[Term]:
 
 
 def sent_for_model(config: Config, stage: int, shapes: Shapes) -> list[Term]:
-    """Return the others: of TP, CP, EP and PP."""
+    """Return the communication of TP, CP, EP and PP, one term for each purpose."""
     return _Stage(config, stage, shapes).of_model()
 
 
@@ -86,23 +86,24 @@ class _Stage:
 
     @functools.cached_property
     def held(self) -> Counter[Layer]:
-        """The stage's layers: of each kind, how many."""
+        """Number of the stage's layers of each kind."""
         return self.shapes.kinds_of_stage(self.stage)
 
     @functools.cached_property
     def again(self) -> dict[str, Counter[Layer]]:
-        """Layers of which recomputation repeats a part of the forward pass, and what that sends."""
+        """Layers of which recomputation repeats the forward pass, by the part that it repeats: the communication is
+        repeated as well."""
         if self.config.training.recompute_granularity is None:
             return {part: Counter() for part in ("core", "mixer", "mlp")}
         again = [repeated(self.config, stack) for stack in self.shapes.stacks[self.stage]]
         return {part: kinds_of(chunk[part] for chunk in again) for part in again[0]}
 
     def of_data(self) -> list[Term]:
-        """Return every purpose of data parallelism."""
+        """Return the communication of data parallelism, one term for each purpose."""
         return [*self._data(), *self._matrices()]
 
     def of_model(self) -> list[Term]:
-        """Return every other purpose."""
+        """Return the communication of all other parallelism, one term for each purpose."""
         parts = self._tensor(), self._of_parts("cp"), self._of_parts("ep"), self._pipeline()
         return [term for part in parts for term in part]
 
@@ -113,7 +114,7 @@ class _Stage:
         yield from self._shared("edp", experts, sharing_ranks(self.config, expert=True), copies, "P of experts")
 
     def _shared(self, axis: str, parameters: int, n: int, r: int, name: str) -> Iterator[Term]:
-        """Yield what is sent for parameters of which n ranks share one copy and r groups have one each."""
+        """Yield the communication for parameters that n ranks share and that r groups have a copy of."""
         if n * r == 1 or parameters == 0:
             return
         gradient = state_bytes(self.config).gradients
@@ -153,8 +154,8 @@ class _Stage:
             )
 
     def _matrices(self) -> Iterator[Term]:
-        """Yield what an update of whole matrices sends, in fp32: to the rank that computes one and back, where ranks
-        have its rows, and then all of it among the ranks of tensor parallelism (optim/muon.py)."""
+        """Yield the communication for updates of whole matrices, in fp32: of row shards to the rank that computes a
+        matrix and back, and then of the matrix among tensor-parallel ranks (optim/muon.py)."""
         layout, settings, gathered, swapped = self.config.layout, self.config.optimizer, 0.0, 0.0
         kinds = self.held.items() if "muon_tp_mode" in traits_of(settings).flags else ()
         for parameter, kind, layers in ((p, k, n) for k, n in kinds for p in layer_parameters(self.config, k, (0,))):
@@ -217,7 +218,7 @@ class _Stage:
             yield Term("tp", "all-reduce", 2 * sums * one, f"{2 * sums} m (t-1)/t A", sums * m)
         yield from self._of_parts("tp")
         if last and self.config.training.linear_cross_entropy:
-            # Of each token's part of the vocabulary the normalizer and, where it is there, the label's logit, in fp32.
+            # Of each token's part of the vocabulary the normalizer and, where it has it, the label's logit, in fp32.
             chunk = LOSS_CHUNKS["cpu" if self.config.layout.device == "cpu" else "cuda"]
             each = m * (t - 1) * 8 * self.tokens
             yield Term("tp", "all-gather", each, "m (t-1) 8 S/c B", m * math.ceil(self.tokens / chunk))
@@ -226,7 +227,7 @@ class _Stage:
             yield Term("tp", "all-reduce", 3 * m * 2 * (t - 1) / t * 4 * self.tokens, "6 m (t-1)/t 4 S/c B", 3 * m)
 
     def _of_parts(self, axis: str) -> Iterator[Term]:
-        """Yield what the parts of the layers exchange with these ranks, summed over the layers."""
+        """Yield the communication of the layers' parts along this axis, summed over the layers."""
         share, m = Share(self.config), self.microbatches
         sums: dict[tuple[str, str], list[float]] = {}
         for kind, layers in self.held.items():

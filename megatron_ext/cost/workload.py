@@ -1,5 +1,7 @@
-"""What a configuration has to hold, compute and send, before any machine is asked: memory and time are both computed
-from it, for a search that tries thousands of configurations and several machines."""
+"""The work of a configuration, whatever the machine: bytes to hold, operations to compute, bytes to send.
+
+Memory and time are both computed from it, for a search over thousands of configurations and several machines.
+"""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -17,9 +19,10 @@ from megatron_ext.parts.stack import Layer
 
 
 class Portion:
-    """A rank's portion of a layer and a microbatch: what it holds of them is the same in all layouts of a model with
-    the same tensor- and context-parallel sizes and micro batch, and what it computes where the expert-parallel size is
-    the same too.
+    """A rank's portion of a layer and a microbatch.
+
+    The bytes it holds are the same in all layouts of a model with the same tensor- and context-parallel sizes and micro
+    batch; its computation is the same where the expert-parallel size is the same too.
 
     Args:
         fused: whether it runs on GPUs, as for `activations.Activations`.
@@ -46,7 +49,7 @@ class Portions:
         self._found: dict[tuple[int, ...], Portion] = {}
 
     def of(self, config: Config, shapes: Shapes) -> Portion:
-        """Return that of a configuration, the same one for all with its sizes."""
+        """Return the portion of a configuration; configurations with the same sizes share one object."""
         layout = config.layout
         sizes = (
             layout.tensor_model_parallel_size,
@@ -66,11 +69,11 @@ class Workload:
     Args:
         shapes: the parameters of its stages; configurations that share the model in the same way may share them.
         fused: whether it runs on GPUs, as for `activations.Activations`.
-        like: work of a configuration that differs in its sharding and recomputation alone. What both hold and compute
-            is then not summed again.
-        keeping: work of a configuration that differs in its micro batch and recomputation alone. What both keep of
-            weights, gradients and optimizer state is then not asked again.
-        portions: those of other layouts of the model.
+        like: work of a configuration that differs in its sharding and recomputation alone. Bytes and operations that
+            both share are then not summed again.
+        keeping: work of a configuration that differs in its micro batch and recomputation alone. Bytes of
+            weights, gradients and optimizer state are then not computed again.
+        portions: the portions of other layouts of the model.
     """
 
     def __init__(
@@ -108,18 +111,18 @@ class Workload:
         self._of_portion = self.portion.of_recomputations.setdefault(again, {})
         self._sent_for_data: dict[int, list[Term]] = {}
         self.totals: dict[int, float] = {}
-        """All bytes of a rank by stage, as far as anybody asked."""
+        """All bytes of a rank by stage, for the stages computed so far."""
 
     def once[T](self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returns, which must be the same for all shardings of this layout, micro batch and
-        recomputation; it is called for the first of them."""
+        """Return the result of `make`, which is called once for all shardings of this layout, micro batch and
+        recomputation, and must be the same for them."""
         if key not in self._once:
             self._once[key] = make()
         return self._once[key]
 
     def once_for_portion[T](self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the same of what must be the same for all layouts with this portion and recomputation; what depends on
-        the kernels names them in its key."""
+        """Return the result of `make`, which is called once for all layouts with this portion and recomputation. If it
+        depends on the kernels, the key must name them."""
         if key not in self._of_portion:
             self._of_portion[key] = make()
         return self._of_portion[key]
@@ -134,7 +137,7 @@ class Workload:
         return of_machine[key][1]
 
     def recomputing(self, config: Config) -> "Workload":
-        """Return the work of a configuration that differs from this one in what it recomputes alone."""
+        """Return the work of a configuration that differs from this one only in its recomputation."""
         other = Workload.__new__(Workload)
         vars(other).update(vars(self))
         other.config = config
@@ -151,13 +154,13 @@ class Workload:
         return self._kept[stage]
 
     def sent_for_data(self, stage: int) -> list[Term]:
-        """Return for what data-parallel ranks of this stage send something."""
+        """Return the communication of data parallelism of this stage's ranks, one term for each purpose."""
         if stage not in self._sent_for_data:
             self._sent_for_data[stage] = sent_for_data(self.config, stage, self.shapes)
         return self._sent_for_data[stage]
 
     def sent_for_model(self, stage: int) -> list[Term]:
-        """Return for what else a rank of this stage sends something."""
+        """Return all other communication of a rank of this stage, one term for each purpose."""
         return self.once(("sent", stage), lambda: sent_for_model(self.config, stage, self.shapes))
 
 

@@ -34,7 +34,7 @@ _LARGEST = 1 << 26  # bytes; one of a thousand input files has some 200,000
 
 @dataclass(frozen=True)
 class MadeWith:
-    """The tokenizer that made a pair, and the manifest that says so."""
+    """The tokenizer that made a pair, and the manifest that names it."""
 
     tokenizer: Mapping[str, Any]
     """The tokenizer's record as `megatron_ext.tokenizer.tokenizer_record` writes it; older ones are shorter."""
@@ -56,7 +56,7 @@ def made_with(prefix: str) -> MadeWith | None:
 
 
 def manifests_of(prefix: str) -> Iterator[dict[str, Any]]:
-    """Yield the content of every manifest that may speak of `<prefix>.bin`, that of the longest name first."""
+    """Yield the content of every manifest whose name fits `<prefix>.bin`, the longest name first."""
     for stem in _possible_stems(prefix):
         content = read_manifest(local_file(stem, "_manifest.json"))
         if content is not None:
@@ -87,18 +87,18 @@ def _possible_stems(prefix: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Judged:
-    """What there is to say of the tokenizer of some data and that of the run."""
+    """An error or a warning that another tokenizer than the run's made the data."""
 
     text: str
     is_wrong: bool
-    """Whether it is an error; otherwise it is a warning."""
+    """Whether this is an error; otherwise it is a warning."""
 
 
 def judge(what: str, made: MadeWith, tokenizer: Tokenizer) -> Judged | None:
-    """Return what is wrong where another tokenizer than the run's made the data; None where the run's made it.
+    """Return an error or a warning if another tokenizer than the run's made the data; None if the run's made it.
 
-    NullTokenizer says nothing but how many ids there are: it goes with every tokenizer that has no more, on
-    either side (benchmarks over real data, and data whose ids come from elsewhere).
+    NullTokenizer knows only its number of ids. If the data or the run has it, a difference is an error only if the
+    data may have ids outside of the run's vocabulary (benchmarks over real data, and data with ids of other programs).
 
     Args:
         what: names the data, as `--data-path corpus_text_document`.
@@ -134,7 +134,7 @@ class Block:
 
     path: str
     first: int
-    """Offset of its first byte."""
+    """Offset of the block's first byte in the file."""
     size: int
     crc32: str
 
@@ -170,7 +170,7 @@ def known_blocks(prefix: str) -> list[Block]:
 
 
 def damage(block: Block) -> str | None:
-    """Return what is wrong with a block; None where it is as it was written."""
+    """Describe the damage of a block; None if its checksum is the manifest's."""
     try:
         with open(block.path, "rb", buffering=0) as file:
             checksum = _crc32(file.fileno(), block.first, block.size)
@@ -188,12 +188,12 @@ REMEDY = "Copy the file again, or run megatron-ext preprocess again; --verify-da
 
 
 def first_damage(blocks: Sequence[Block]) -> str | None:
-    """Return what is wrong with the first damaged block of several; None where all are whole."""
+    """Describe the damage of the first damaged block of several; None if all are whole."""
     return next((text for block in blocks if (text := damage(block)) is not None), None)
 
 
 def some_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Return a few blocks of all, from the first to the last: what is read before the first step."""
+    """Return the few blocks, from the first to the last, that are read before the first step."""
     count = min(len(blocks), _BLOCKS_AT_THE_START)
     if count < 2:
         return list(blocks)
@@ -204,8 +204,8 @@ class BackgroundCheck:
     """Compares blocks one after another in a thread of its own.
 
     The checks of all processes of a machine together compute for 1% of the time of one core, which reads some 10 MB a
-    second. A file that has been replaced or removed since the start is not that of the run, which has the other one
-    open, and is left out; so is one that cannot be read just now, as the training itself will say if it needs it.
+    second. A file that was replaced or removed after the start is not checked, because the run still reads the old one,
+    which it has open. A file that cannot be read now is not checked either: the training reports it if it needs it.
 
     Args:
         blocks: the share of this process.
@@ -225,7 +225,7 @@ class BackgroundCheck:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what was found so far.
+        """Raise an error if a damaged block was found so far.
 
         Raises:
             DataError: a block is not as it was written.
@@ -248,7 +248,10 @@ class BackgroundCheck:
             self.checked += 1
 
     def _compared(self, block: Block) -> str | None:
-        """Return what is wrong with a block, which is read in pieces with rests between them."""
+        """Describe the damage of a block, which is read in pieces with rests between them.
+
+        None if the block is whole, the check was closed, or the file was replaced or cannot be read.
+        """
         value = 0
         try:
             with open(block.path, "rb", buffering=0) as file:
@@ -269,7 +272,7 @@ class BackgroundCheck:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Return what tells a file from another one of the same name; None where there is none."""
+    """Return device and inode of a file, which tell it from another file of that name; None if there is no file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -278,7 +281,8 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def _entry(manifest: Mapping[str, Any], prefix: str, size: int) -> Mapping[str, Any] | None:
-    """Return what the manifest says of this pair, which may have been moved or renamed since."""
+    """Return the checksums that the manifest has for this pair, even after the pair was moved or renamed; None if no
+    entry, or more than one, has its size."""
     outputs, checksums = manifest["outputs"], manifest.get("checksums")
     if not isinstance(checksums, dict):
         return None
@@ -290,7 +294,7 @@ def _entry(manifest: Mapping[str, Any], prefix: str, size: int) -> Mapping[str, 
 
 
 def _blocks(path: str, size: int, entry: Mapping[str, Any], suffix: str) -> Iterator[Block]:
-    """Yield the blocks of a file; none where what the manifest says of it makes no sense."""
+    """Yield the blocks of a file; none where its manifest entry makes no sense."""
     length, by_suffix = entry.get("block_bytes"), entry.get("crc32")
     values = by_suffix.get(suffix) if isinstance(by_suffix, dict) else None
     if type(length) is not int or not _LEAST_BLOCK <= length <= _LARGEST_BLOCK or type(values) is not list:

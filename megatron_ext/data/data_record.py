@@ -1,4 +1,4 @@
-"""What data a run reads, written into its checkpoints as data.json and compared when they are resumed. Torch-free."""
+"""The record of the data that a run reads: saved in checkpoints as data.json, compared on resume. Torch-free."""
 
 import itertools
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _FLAGS = {"data_order": "--data-order", "seed": "--seed", "seq_length": "--seq-l
 
 
 def data_record(config: Config, train: Samples, num_samples: int) -> dict[str, Any] | None:
-    """Return what the order and the content of the samples follow from; None for --mock-data.
+    """Return the flags, files and numbers that determine the order and content of the samples; None for --mock-data.
 
     Args:
         config: the run's configuration.

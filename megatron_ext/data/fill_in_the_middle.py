@@ -2,8 +2,8 @@
 
 A document that is drawn is cut at two characters into prefix, middle and suffix, and becomes, with a token before each,
 prefix suffix middle (PSM), or suffix prefix middle (SPM, the paper's second variant, in which prefix and middle stand
-in one piece). What is drawn follows from the seed and the sample's place alone: it is the same in every layout, and
-after every resume.
+in one piece). The draws depend only on the seed and the sample's place: they are the same in every layout, and after
+every resume.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 _UNREADABLE = "\ufffd"
-"""What a decoder writes for bytes that are no character: a sample may begin or end within one."""
+"""The character that a decoder writes for bytes that are no character: a sample may begin or end within one."""
 
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """What is done to a stretch of tokens, from the flags --fim-*."""
+    """Fill-in-the-middle of a range of tokens, as the flags --fim-* configure it."""
 
     tokenizer: Tokenizer
     encode: Callable[[str], Sequence[int]]
@@ -44,7 +44,7 @@ class Rearrangement:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Tokenizer) -> "Rearrangement":
-        """Return that of the flags.
+        """Return the rearrangement that the flags configure.
 
         Raises:
             ConfigurationError: the tokenizer does not have one of the tokens.
@@ -107,7 +107,7 @@ def _token_id(encode: Callable[[str], Sequence[int]], name: str, text: str) -> i
 
 
 def _between(tokens: np.ndarray, mark: int, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return the tokens with every stretch between two marks changed; marks stay, and empty stretches."""
+    """Return the tokens with every range between two marks changed; marks and empty ranges stay."""
 
     def parts() -> Iterator[np.ndarray]:
         begin = 0
@@ -120,13 +120,13 @@ def _between(tokens: np.ndarray, mark: int, change: Callable[[np.ndarray], np.nd
 
 
 class FillInTheMiddle:
-    """Samples of one split whose documents are rearranged. The length of a sample stays: what is too long is cut off at
-    its end, and what is too short is padded with a token that does not count in the loss.
+    """Samples of one split whose documents are rearranged. The length of a sample stays: a longer one is cut off at its
+    end, a shorter one is padded with a token that does not count in the loss.
 
     Args:
-        samples: those samples.
-        seed: what the draws follow from, besides a sample's place.
-        eod_mask_loss: whether predictions of what follows an end of document do not count.
+        samples: the samples before rearrangement.
+        seed: the draws depend on it and on the sample's place.
+        eod_mask_loss: whether predictions of the token after an end of document do not count in the loss.
     """
 
     def __init__(self, samples: Samples, change: Rearrangement, seed: Sequence[int], *, eod_mask_loss: bool):
@@ -135,7 +135,7 @@ class FillInTheMiddle:
 
     @property
     def order_depends_on(self) -> list[int]:
-        """What the order follows from besides flags and files."""
+        """Numbers, other than flags and files, that determine the order of the samples."""
         return self._samples.order_depends_on
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class FillInTheMiddle:
         return _Part(self, self._samples.part(source), source)
 
     def _changed(self, sample: Mapping[str, Any], place: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return a sample, [seq] each, rearranged by what is drawn for its place."""
+        """Return a sample's rearranged fields, [seq] each, with the draws of its place."""
         tokens = np.append(np.asarray(sample["tokens"]), np.asarray(sample["labels"])[-1:])
         changed = self._change.of_tokens(tokens, np.random.default_rng([*self._seed, *place]))
         whole = np.full(len(tokens), self._change.pad, np.int64)

@@ -26,10 +26,10 @@ A permutation that is computed, not stored: shuffling in O(1) memory.
     order = Permutation(122_000_000, b"seed 1234, epoch 0")
     order(0), order(1), order(2)      # three of the numbers below 122 million; no other index gives them
 
-A Feistel network over a domain a x b that is at least as large as wanted, with a x b - size < a, and cycle walking:
-what falls outside goes through the network again. Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
-(CT-RSA 2002), the generalized Feistel cipher and the cycle-walking cipher. The round function is keyed BLAKE2b, the
-same on every machine.
+A Feistel network over a domain a x b that is at least as large as wanted, with a x b - size < a, and cycle walking: a
+result outside of the wanted range goes through the network again. Source: Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains" (CT-RSA 2002), the generalized Feistel cipher and the cycle-walking cipher. The round function is keyed
+BLAKE2b, the same on every machine.
 """
 
 import hashlib
@@ -91,7 +91,7 @@ class Mixture:
     """A blend of sources.
 
     Args:
-        weights: positive, one for each source; they need not sum up to 1. A float stands for the decimal number that
+        weights: positive, one for each source; they need not sum up to 1. A float is taken as the decimal number that
             it prints as.
     """
 
@@ -107,7 +107,7 @@ class Mixture:
         """Number of samples by which a source can differ from its share, at any position."""
 
     def source_at(self, index: int) -> tuple[int, int]:
-        """Return the source of sample `index`, and the sample's number among those of this source."""
+        """Return the source of sample `index`, and the sample's number among the samples of this source."""
         first, end = 0, len(self._sums) - 1
         while end - first > 1:
             middle = (first + end) // 2

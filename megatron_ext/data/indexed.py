@@ -49,7 +49,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
 
 @dataclass(frozen=True)
 class Written:
-    """Counts what a writer has written: what another one needs to go on from there."""
+    """Counts that a writer has committed, from which another writer can continue."""
 
     token_bytes: int = 0
     documents: int = 0
@@ -97,12 +97,11 @@ class IndexedWriter:
 
     @staticmethod
     def holds(prefix: str | Path, written: Written, mask_itemsize: int | None = None) -> bool:
-        """Return whether the partial files of an earlier writer are there, with at least what it said it had
-        written.
+        """Return whether the partial files of an earlier writer exist, with at least the bytes that it has committed.
 
         Args:
             prefix: path without suffix.
-            written: what the earlier writer said.
+            written: the counts that `commit` of the earlier writer returned.
             mask_itemsize: bytes of a token, where it wrote a mask too.
         """
         sizes = {".bin": written.token_bytes, ".lengths": written.documents * _LENGTH.itemsize}

@@ -1,4 +1,5 @@
-"""Is a .bin/.idx pair what its header says? Asked before megatron-core maps the files, which trusts them.
+"""Checks that a .bin/.idx pair agrees with its header before megatron-core maps the files, since megatron-core trusts
+them.
 
 A truncated .bin otherwise fails hours later, at the sample that reaches the hole, or gives stale memory as tokens.
 """

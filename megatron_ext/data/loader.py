@@ -82,7 +82,7 @@ class ReadAhead:
         return len(self._dataset)
 
     def will_need(self, indices: Iterable[int]) -> None:
-        """Begin to read these samples, in this order; what was read ahead and is not among them is dropped."""
+        """Begin to read these samples, in this order; samples read ahead that are not among them are dropped."""
         wanted = [index for index in indices if index < len(self._dataset)]
         kept = {index: self._coming[index] for index in wanted if index in self._coming}
         for index, future in list(self._coming.items()):
@@ -120,14 +120,14 @@ class BatchLoader:
         micro_batch_size: samples in one microbatch of this rank.
         dp_rank: this data-parallel rank.
         dp_size: number of data-parallel ranks.
-        view: what this rank reads of its samples. A stage between first and last mostly reads nothing, and gets empty
-            batches.
+        view: the fields that this rank reads of its samples. A stage between first and last mostly reads nothing, and
+            gets empty batches.
         num_workers: background threads; 0 loads when asked.
         pin_memory: put the batches into page-locked memory, for copies to a GPU that overlap with computation.
         describe: where a sample comes from, for error texts.
         reads_ahead: read the samples of the next steps ahead, many at a time: for data of a store, which answers late.
         skipped: samples in whose place there is padding that no loss counts; they are not read.
-        remedy: what to do about a token id that is outside of the vocabulary.
+        remedy: advice about a token id outside of the vocabulary, for the error.
     """
 
     def __init__(
@@ -168,7 +168,8 @@ class BatchLoader:
         Args:
             consumed_samples: samples that all ranks used before.
             num_microbatches: microbatches of this rank in the step.
-            end: first sample past the end, for an evaluation; places from there on hold padding with loss mask zero.
+            end: first sample past the end, for an evaluation; places from this sample on hold padding with loss mask
+                zero.
 
         Returns:
             The microbatches in order, each of [micro_batch, seq].
@@ -189,8 +190,8 @@ class BatchLoader:
         return [future.result() for future in current]
 
     def microbatches_of(self, dp_rank: int, consumed_samples: int, num_microbatches: int) -> list[Batch]:
-        """Return the microbatches that `global_batch` returns on another data-parallel rank; what is loaded ahead
-        stays."""
+        """Return the microbatches that `global_batch` returns on another data-parallel rank; batches loaded ahead
+        stay."""
         return [self._load(consumed_samples, number, None, dp_rank) for number in range(num_microbatches)]
 
     def close(self) -> None:
@@ -204,7 +205,7 @@ class BatchLoader:
         """Begin to read the samples of this step and of the next ones."""
         if self._ahead is None:
             return
-        # Microbatches are counted through the steps: all of a step's follow on those of the step before.
+        # Microbatches are counted through the steps: a step's microbatches follow on the ones of the step before.
         microbatches = range(num_microbatches * (STEPS + 1))
         ids = (index for number in microbatches for index in self._ids(consumed_samples, number, end))
         self._ahead.will_need([index for index in ids if index is not None and index not in self._skipped])

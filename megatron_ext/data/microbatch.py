@@ -22,7 +22,7 @@ from megatron_ext.data.packing import (
 
 
 class Ahead(NamedTuple):
-    """What the depths of multi-token prediction read: depth k, from 1, predicts the token k + 1 positions ahead."""
+    """Inputs and targets of multi-token prediction: depth k, from 1, predicts the token k + 1 positions ahead."""
 
     tokens: torch.Tensor
     """int64 [B, S, N], the token k positions ahead; 0 where the sample ends before."""
@@ -45,7 +45,8 @@ class Batch:
     loss_mask: torch.Tensor | None = None
     """float32 [B, S], 0 where the loss does not count; last stage."""
     documents: Documents | None = None
-    """Which positions see which, where documents are kept apart; every stage."""
+    """The documents, which decide which positions attend to which; None where documents are not kept apart; every
+    stage."""
     ahead: Ahead | None = None
     """Last stage, where several tokens are predicted."""
 
@@ -72,7 +73,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StageView:
-    """What one rank reads of the samples of its microbatches."""
+    """The fields and positions that one rank reads from the samples of its microbatches."""
 
     is_first_stage: bool = True
     """Whether this rank's pipeline stage reads tokens and positions."""
@@ -108,8 +109,9 @@ WHOLE = StageView()
 
 
 def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Batch:
-    """Stack samples, whose fields are tensors or arrays of [S], into what one stage reads, for all positions; only
-    `documents` are those of the rank from the beginning.
+    """Stack samples, with fields that are tensors or arrays of [S], into the batch that one stage reads.
+
+    All fields cover all S positions, except `documents`, which are of the positions that the rank holds.
 
     A sample may say where its documents begin (`document_begins`, bool); else each begins after an end of document.
     """
@@ -150,8 +152,8 @@ def collate(samples: Sequence[Mapping[str, Any]], view: StageView = WHOLE) -> Ba
 
 
 def _ahead(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, begins: Any, view: StageView) -> Ahead:
-    """Return what the depths read of whole samples. No depth has a target in another document than its position's,
-    where it is known where documents begin."""
+    """Return tokens, labels and weights of the depths, for whole samples. Where `begins` gives the beginnings of
+    documents, a target in another document than its position has weight 0."""
     by = range(1, view.depths + 1)
 
     def shifted(values: torch.Tensor) -> torch.Tensor:

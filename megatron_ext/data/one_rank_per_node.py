@@ -1,4 +1,4 @@
-"""What one rank of a node reads or writes for all ranks of it, and how the others learn of it."""
+"""Files that one rank of a node reads or writes for all ranks of the node, and how the other ranks wait for it."""
 
 import os
 import secrets
@@ -13,7 +13,8 @@ from megatron_ext.errors import DataError, TrainingError
 
 
 def read_once_per_node(read: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Return what `read` returns, which one rank of each node calls. Collective, if there are ranks.
+    """Call `read` on one rank of each node, and return the result of rank 0 on every rank. Collective, if there are
+    ranks.
 
     Args:
         read: returns, by the name of a file, a digest of what the run reads in it.
@@ -52,7 +53,7 @@ def _differs(name: str) -> DataError:
 
 
 def one_rank_of_a_node_first[T](folder: os.PathLike[str], build: Callable[[], T]) -> T:
-    """Call `build`, which writes to `folder` what it does not find there, on all ranks. Collective.
+    """Call `build`, which writes the files that `folder` lacks, on all ranks. Collective.
 
     Rank 0 goes first, together with the first rank of each node that does not see rank 0's `folder`; then the others.
 

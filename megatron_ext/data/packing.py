@@ -3,10 +3,11 @@
 A document ends with its end-of-document token. With --reset-attention-mask a token sees its own document alone, with
 --reset-position-ids positions count from the document's first token (Megatron-LM's meaning of both).
 
-A context-parallel rank counts positions in two ways: those that it holds, which are all but attention's, and those of
-whole samples. `Documents` are always of the first, and hold the second as `whole`.
+A context-parallel rank counts positions in two ways: only the positions that it holds (everywhere but in attention), or
+all positions of whole samples. `Documents` describe the positions that it holds; its field `whole` describes all.
 
-Shape legend: B = samples in a microbatch, S = tokens in a sample, s = those of them that a context-parallel rank holds.
+Shape legend: B = samples in a microbatch, S = tokens in a sample, s = tokens of a sample that a context-parallel rank
+holds.
 """
 
 import itertools
@@ -52,7 +53,7 @@ class Documents:
     longest: tuple[int, int]
     """Largest number of queries, and of keys, of a segment."""
     whole: "Documents | None" = None
-    """The same at all positions of the samples, where context-parallel ranks exchange heads and attend to those."""
+    """The documents at all positions of the samples, for layers whose context-parallel ranks exchange heads (a2a)."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
         """Return the same with `function` applied to every tensor."""

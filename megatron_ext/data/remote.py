@@ -45,10 +45,10 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def tried_again[T](what: str, function: Callable[[], T]) -> T:
-    """Return what `function` does, which is called up to seven times in half a minute.
+    """Call `function` up to seven times in half a minute, until it succeeds, and return its result.
 
     Raises:
-        StorageError: it failed each time, or what failed cannot change.
+        StorageError: it failed each time, or with an error that another try cannot change.
     """
     for pause in (*_PAUSES, None):
         try:
@@ -68,7 +68,7 @@ def tried_again[T](what: str, function: Callable[[], T]) -> T:
 
 
 def entry(what: str, system: Any, path: str) -> dict[str, Any] | None:
-    """Return what a store says of a file or folder; None where there is none. Raises StorageError.
+    """Return the store's metadata of a file or folder; None if it does not exist. Raises StorageError.
 
     fsspec's own `exists` and `isdir` say no as well where the store does not answer.
     """
@@ -98,7 +98,7 @@ class RemoteFile:
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """What the store says of the file when it is first asked. Raises StorageError."""
+        """The store's metadata of the file, asked for once. Raises StorageError."""
         return self._asked()
 
     def exists(self) -> bool:
@@ -118,7 +118,7 @@ class RemoteFile:
 
     @property
     def version(self) -> str:
-        """What tells this content from a later one under the same name, as far as the store says it."""
+        """ETag, checksum or time that tells this content from a later one of this name; empty if the store has none."""
         return _version(self.info)
 
     def read(self, offset: int, length: int) -> bytes:
@@ -203,7 +203,7 @@ class RemoteStream(io.RawIOBase):
         return self._blocks[number].result()
 
     def close(self) -> None:
-        """Let go of what was read ahead."""
+        """Drop the blocks that were read ahead."""
         self._blocks.clear()
         self._threads.close()
         super().close()

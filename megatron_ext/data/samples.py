@@ -1,6 +1,7 @@
-"""What every dataset of samples can tell: how many it has, what is in one, and where each comes from.
+"""The protocol of datasets: number of samples, content of a sample, and the source of each sample.
 
-What a run has taken from each source: a function of the samples consumed, so that it is exact after any resume.
+`use_of_sources` counts the samples that a run has read from each source. The counts are a function of the consumed
+samples, so that they are exact after any resume.
 """
 
 import bisect
@@ -50,7 +51,7 @@ class Samples(SampleDataset, Protocol):
 
     @property
     def order_depends_on(self) -> list[int]:
-        """What the order follows from besides flags and files; empty where it is nothing else."""
+        """Numbers, other than flags and files, that determine the order of the samples; empty if there are none."""
         ...
 
     def counts(self, samples: int) -> list[int]:
@@ -106,13 +107,13 @@ class BySource:
 
 
 def use_of_sources(dataset: Samples, consumed_samples: int, seq_length: int) -> dict[str, dict[str, float]]:
-    """Return what the first `consumed_samples` samples took from each source, by its name.
+    """Return samples, tokens and epochs that the first `consumed_samples` samples read from each source, by name.
 
     A prefix that a blend names twice is one source here.
 
     Returns:
-        For each source its samples, its tokens (samples x seq_length: those read, whether or not they counted in the
-        loss), and its epochs, how often it was gone through.
+        For each source its samples, its tokens read (samples x seq_length, whether or not they count in the loss), and
+        its epochs: how often all of its tokens were read.
     """
     samples: dict[str, int] = {}
     per_epoch = {source.name: source.samples_per_epoch for source in dataset.sources}

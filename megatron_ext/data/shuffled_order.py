@@ -5,9 +5,9 @@ samples are shuffled. megatron-core writes that down in index files, which are k
 
 megatron-core's datasets and their builder, with index files that any process may write and none reads half-written.
 
-megatron-core lets global rank 0 alone write, under the final names, and trusts whatever lies there. Here a file gets
-its name when it is whole, and the process that needs one that is missing makes it: on every node, if the folder is its
-own.
+megatron-core lets global rank 0 alone write, under the final names, and trusts whatever files it finds. Here a
+file gets its name when it is whole, and a process that needs a missing file makes it: on every node, if each node has a
+folder of its own.
 """
 
 import copy
@@ -79,7 +79,7 @@ def _fields_of_all(length: int) -> dict[str, torch.Tensor]:
 
 
 class StoredSequences:
-    """What GPTDataset asks of an IndexedDataset, of a pair behind a URL."""
+    """Implements, for a pair behind a URL, the methods of IndexedDataset that GPTDataset calls."""
 
     def __init__(self, prefix: str):
         self.path_prefix = prefix
@@ -150,7 +150,7 @@ def load_or_build(
         folder: the cache; made if it is missing.
         stem: name of the content: another input has another stem.
         names: names of the arrays.
-        description: what the stem is a hash of; written last, to `<stem>-description.txt`.
+        description: the text whose hash the stem is; written last, to `<stem>-description.txt`.
         build: makes the arrays.
 
     Raises:
@@ -162,7 +162,7 @@ def load_or_build(
         if read_file(description_path, _LARGEST) == description.encode():
             return _mapped(paths)
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError):
-        pass  # not there, or not whole: a machine that went down may leave a file without its content
+        pass  # missing, or not whole: a machine that went down may leave a file without its content
     folder.mkdir(parents=True, exist_ok=True)
     for path, array in zip(paths, build(), strict=True):
         _write(path, lambda file, array=array: np.save(file, array, allow_pickle=False))
@@ -182,8 +182,8 @@ def _write(path: Path, write: Callable[[Any], Any]) -> None:
 
 
 def _in_memory(dataset: Any, build: Callable[[], Any]) -> Any:
-    """Run megatron-core's own build, on any rank, without a file: what it does for a mock dataset, which has no
-    folder."""
+    """Run megatron-core's own build, on any rank, without a file, as megatron-core does for a mock dataset, which has
+    no folder."""
     config = dataset.config
     dataset.config = copy.copy(config)
     dataset.config.path_to_cache, dataset.config.mock = None, True
@@ -194,7 +194,7 @@ def _in_memory(dataset: Any, build: Callable[[], Any]) -> Any:
 
 
 class ShuffledDataset:
-    """megatron-core's dataset of one split, and what it knows of where its samples come from."""
+    """megatron-core's dataset of one split, with the source of each sample."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class ShuffledDataset:
         return SampleWindow(source, int(self._parts[source].shuffle_index[index]))
 
     def _source(self, index: int) -> tuple[int, int]:
-        """Return the source of a sample, and its position there."""
+        """Return the source of a sample, and the sample's index in this source."""
         if not isinstance(self._dataset, BlendedDataset):
             return 0, index
         return int(self._dataset.dataset_index[index]), int(self._dataset.dataset_sample_index[index])
@@ -339,8 +339,8 @@ def _by_sequence(mask: Mask, prefix: str) -> MaskOfSequences:
 
 
 class _CacheKey:
-    """Answers what GPTDataset asks of a tokenizer. Its identifiers enter the index cache's key, so the data's go here
-    too."""
+    """Stands in for the tokenizer that GPTDataset takes. A tokenizer's identifiers enter the index cache's key, so that
+    the data's fingerprints are among them here."""
 
     # A value that no .bin can hold: GPTDataset would hide real tokens that equal its padding.
     pad = np.iinfo(np.int64).min

@@ -27,17 +27,17 @@ _THREADS = 16
 
 
 def cache_root() -> Path:
-    """Return the folder of this machine for what belongs to data behind a URL."""
+    """Return the folder of this machine for files of data behind a URL."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
 
 
 def exists(prefix: str, suffix: str) -> bool:
-    """Return whether a file of a pair is there, without copying it. Raises StorageError."""
+    """Return whether a file of a pair exists, without copying it. Raises StorageError."""
     return RemoteFile(prefix + suffix).exists() if is_url(prefix) else os.path.isfile(prefix + suffix)
 
 
 def local_file(prefix: str, suffix: str) -> Path:
-    """Return the path on this machine of a file of a pair, copied from the store if it is not there yet.
+    """Return the path on this machine of a file of a pair, copied from the store if it was not copied before.
 
     Args:
         prefix: path or URL of the pair, without suffix.
@@ -113,7 +113,7 @@ def open_bin(prefix: str) -> BinFile:
 
 
 def read_many(prefix: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Return several ranges (offset, length) of a .bin; those of a store come at the same time."""
+    """Return several ranges (offset, length) of a .bin; from a store they are read in parallel."""
     file = open_bin(prefix)
     if not is_url(prefix):
         return [file.read(*one) for one in ranges]

@@ -19,7 +19,7 @@ class DaemonThreads:
 
     Args:
         count: number of threads.
-        name: what they are called, with a number behind it.
+        name: prefix of the threads' names, before their number.
     """
 
     def __init__(self, count: int, name: str):

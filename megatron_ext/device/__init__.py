@@ -97,8 +97,8 @@ def install(
 
 
 def _require_no_gpus(kind: str) -> None:
-    """Raise ConfigurationError where this machine shows a GPU, which torch cannot use: a run on its CPU could go on for
-    days before anybody noticed."""
+    """Raise ConfigurationError where this machine shows a GPU, which torch cannot use: a run on the CPU instead could
+    go on for days unnoticed."""
     surveyed = survey()
     found = surveyed and obstacle(surveyed, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if found:

@@ -1,7 +1,7 @@
 """Replaces megatron-core's assumptions about CUDA in CPU processes: one table, and nothing outside of it.
 
-Each row names what is replaced, by what, and where megatron-core 0.19.2 needs it. The replacements act on torch,
-before megatron-core is imported, and mean "the CPU" wherever the engine says "cuda"; megatron-core itself is not
+Each row names the replaced object, its replacement, and where megatron-core 0.19.2 needs it. The replacements act on
+torch, before megatron-core is imported, and mean "the CPU" wherever the engine says "cuda"; megatron-core itself is not
 touched. `tests/distributed/test_adaptation.py` takes the rows away one by one and fails for a row that nothing misses,
 so that the table shrinks when the engine learns to run without CUDA.
 
@@ -51,8 +51,7 @@ def create_on_one_device(original: Callable[[Any, Any], Any]) -> Callable[[Any, 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One row of the table: `name` is a dotted path; `make` gets the original object and returns what stands in for
-    it."""
+    """One row of the table: `name` is a dotted path; `make` gets the original object and returns its replacement."""
 
     name: str
     make: Callable[[Any], Any]
@@ -78,7 +77,7 @@ class _NullStream:
         return self
 
     def wait(self, _stream: object = None) -> None:
-        """Do nothing, as an event: what comes after it in program order comes after it in time."""
+        """Do nothing, as an event: on a CPU, program order is the order in time."""
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
@@ -211,7 +210,7 @@ _FOR_EXPERTS = (
     ),
 )
 
-# What goes wrong without these does so by chance, or only takes longer, so that no run of a few steps shows it.
+# Without these a run fails by chance, or only takes longer, so that no run of a few steps shows it.
 _FOR_GLOO = (
     Replacement(
         "torch.distributed.all_reduce", _nothing_alone, "of gradients and their norm, param_and_grad_buffer.py"

@@ -1,12 +1,12 @@
 """The device of CPU processes, which communicate over gloo.
 
-How much memory this machine, or the container that the process is in, lets its processes use. No torch here.
+`host_memory` is the memory that this machine, or the container of the process, lets its processes use. No torch here.
 
-Has glibc keep the memory that a CPU process frees, for what it allocates next.
+The settings of glibc make it keep the memory that a CPU process frees, for the next allocation.
 
-A training step frees in its backward pass what its forward pass has allocated, and the next step allocates it again.
-glibc gives large blocks back to the system meanwhile, which hands them out zeroed, page by page, each at the price of
-a fault: on a CPU that is several percent of a small model's step (docs/decisions.md).
+A training step frees in its backward pass the memory that its forward pass has allocated, and the next step allocates
+it again. glibc gives large blocks back to the system meanwhile, which hands them out zeroed, page by page, each at the
+price of a fault: on a CPU that is several percent of a small model's step (docs/decisions.md).
 """
 
 import ctypes
@@ -29,10 +29,10 @@ _LIMIT, _USED = ("memory.max", "memory/memory.limit_in_bytes"), ("memory.current
 
 
 def host_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
-    """Return the bytes of memory in all, and those that are free now.
+    """Return the total and the free bytes of memory.
 
-    The limit of a control group, as containers and schedulers set it, counts where it is lower: what exceeds it is
-    killed without a word.
+    The limit of a control group, as containers and schedulers set it, counts where it is lower: a process that exceeds
+    it is killed without a message.
     """
     memory = psutil.virtual_memory()
     limit, used = _number(cgroup, _LIMIT), _number(cgroup, _USED)
@@ -57,7 +57,7 @@ def _number(folder: Path, names: tuple[str, ...]) -> int | None:
 
 
 class CopiesAtOnce:
-    """Implements `Copies` where host memory is all there is: a copy is there when the call returns."""
+    """Implements `Copies` for CPU processes: the copy is complete when the call returns."""
 
     def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
         to.copy_(tensor)
@@ -140,7 +140,7 @@ class CpuDevice:
         return last.run - first.run
 
     def seconds_without_processor(self) -> float:
-        """Return what Linux counts of this thread, without time that a virtual machine's host took; elsewhere 0."""
+        """Return Linux's count for this thread, without time that a virtual machine's host took; 0 on other systems."""
         try:
             file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         except OSError:

@@ -1,4 +1,4 @@
-"""Defines what the rest of the program may ask of a device."""
+"""The protocol of a device: its methods are all that the rest of the program calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ class DeviceMemory:
 
 
 class Copies(Protocol):
-    """Copies into host memory, next to what computes: of what a tensor holds after all that was launched before."""
+    """Copies tensors into host memory while the device computes; a copy has the values after all earlier launches."""
 
     def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
         """Begin to copy a tensor into `to`, in host memory: pinned, if the tensor is on a GPU."""
         ...
 
     def hold(self) -> None:
-        """Let what is launched from now on begin when the copies are there. It does not wait."""
+        """Make all later launches begin after the copies are complete. The caller does not wait."""
         ...
 
     def wait(self) -> None:
-        """Wait until the copies are there, in any thread."""
+        """Wait until the copies are complete; any thread may call it."""
         ...
 
 
@@ -59,7 +59,7 @@ class Device(Protocol):
         ...
 
     def read_later(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
-        """Return what waits for the numbers, [N] as they are computed until now, and for nothing that comes later."""
+        """Return a function that waits for the values of `numbers`, [N], at this moment, and not for later launches."""
         ...
 
     def bind_thread(self) -> None:
@@ -67,14 +67,14 @@ class Device(Protocol):
         ...
 
     def bind_group(self) -> None:
-        """Tell torch.distributed, which has just started, what this rank communicates from. Collective.
+        """Tell torch.distributed, which has just started, the device that this rank communicates from. Collective.
 
         A first barrier would otherwise guess: the rank modulo the machine's GPUs.
         """
         ...
 
     def lacks_for_fp8(self, *, blocks: bool) -> str | None:
-        """Return why products in FP8 cannot run here, those with scales for blocks or others; None where they can."""
+        """Return why FP8 products, with a scale for each block or others, cannot run here; None if they can."""
         ...
 
     def synchronize(self) -> None:
@@ -82,7 +82,7 @@ class Device(Protocol):
         ...
 
     def copies(self) -> "Copies":
-        """Return what copies into host memory while the training goes on."""
+        """Return an object that copies into host memory while the training goes on."""
         ...
 
     def memory(self) -> DeviceMemory:
@@ -90,7 +90,7 @@ class Device(Protocol):
         ...
 
     def capacity(self) -> tuple[int, int]:
-        """Return the bytes of memory in all, and those that are free now; of a CPU, for all ranks of the machine."""
+        """Return the total and the free bytes of memory; of a CPU, for all ranks of the machine."""
         ...
 
     def rng_state(self) -> torch.Tensor:
@@ -98,23 +98,24 @@ class Device(Protocol):
         ...
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore what `rng_state` returned."""
+        """Restore a state that `rng_state` returned."""
         ...
 
     def start_capture(self, *, shapes: bool, ranges: bool) -> None:
-        """Begin what Nsight Systems records, with operators and their shapes, and with megatron-core's ranges."""
+        """Begin a capture of Nsight Systems: with `shapes`, of operators and their shapes too; with `ranges`, of
+        megatron-core's ranges."""
         ...
 
     def stop_capture(self) -> None:
-        """End what Nsight Systems records."""
+        """End the capture of Nsight Systems."""
         ...
 
     def record_memory_history(self) -> None:
-        """Remember every allocation from now on, and where it was made."""
+        """Record every allocation from now on, with its stack."""
         ...
 
     def write_memory_history(self, path: str) -> None:
-        """Write what was remembered, for pytorch.org/memory_viz.
+        """Write the recorded allocations, for pytorch.org/memory_viz.
 
         Raises:
             OSError: the file cannot be written.
@@ -122,8 +123,8 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Any:
-        """Return a mark of now, in the order of what this rank computes; None on a stream other than the one that
-        computes."""
+        """Return a mark of this moment in the order of this rank's computation; None on a stream other than the one
+        that computes."""
         ...
 
     def has_passed(self, mark: Any) -> bool:
@@ -131,11 +132,11 @@ class Device(Protocol):
         ...
 
     def seconds_between(self, first: Any, last: Any) -> float:
-        """Return the time from one mark to another; both have passed."""
+        """Return the seconds from one mark to another; both must have passed."""
         ...
 
     def seconds_run_between(self, first: Any, last: Any) -> float:
-        """Return for how much of the time from one mark to another this rank had the processor that computes."""
+        """Return the seconds between two marks in which this rank had the processor that computes."""
         ...
 
     def seconds_without_processor(self) -> float:
@@ -144,5 +145,5 @@ class Device(Protocol):
 
     def seconds_of_a_fixed_loop(self) -> float:
         """Return how long the same few instructions take now on the core of the calling thread; 0 where that says
-        nothing of what this rank computes."""
+        nothing about this rank's computation."""
         ...

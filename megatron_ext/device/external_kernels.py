@@ -1,8 +1,8 @@
 """apex and Transformer Engine, which megatron-core takes kernels from wherever it finds them: here only where asked.
 
 Importing megatron-core next to an installed apex or Transformer Engine swaps Adam, SGD, the gradient norm and clipping
-for theirs, without a word and with other rounding. `leave_out` makes what was not asked for as if it were not
-installed, in this process, before the engine is imported; `kernels_text` says what became of it.
+for theirs, without a word and with other rounding. `leave_out` hides packages that were not asked for from imports of
+this process, before the engine is imported; `kernels_text` describes the result.
 
 megatron-core wraps small fused functions of its own (dropout with its residual, SwiGLU and others) in torch.compile
 when it is imported, and torch compiles each at its first call. On a GPU that needs Triton, which builds its launchers
@@ -25,7 +25,7 @@ _MODULES = {
     "apex": ("apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
     "transformer_engine": ("transformer_engine", "transformer_engine_torch"),
 }
-"""What the engine imports of each package."""
+"""Modules that the engine imports from each package."""
 
 _TITLES = {"apex": "apex", "transformer_engine": "Transformer Engine"}
 
@@ -42,7 +42,7 @@ def asked_for(config: Config) -> tuple[str, ...]:
 def leave_out(asked: Iterable[str]) -> None:
     """Hide the packages that are not in `asked` from every import that follows.
 
-    One that somebody has imported already stays, and the engine takes it.
+    A package that is imported already stays, and the engine takes it.
     """
     for package, modules in _MODULES.items():
         imported = sys.modules.get(package) is not None
@@ -56,7 +56,7 @@ def leave_out(asked: Iterable[str]) -> None:
 
 
 def kernels_text() -> str | None:
-    """Return what became of the installed packages, in a sentence; None where there are none."""
+    """Return a sentence that says which installed packages' kernels are used; None if none is installed."""
     if _used:
         return f"Adam, norm and clipping are {' and '.join(_TITLES[package] for package in _used)}'s, where it has them"
     if not _left_out:
@@ -68,7 +68,7 @@ def kernels_text() -> str | None:
 
 
 def missing_for_kernels() -> str | None:
-    """Return what a compiled GPU kernel needs and this machine does not have; None where nothing is missing."""
+    """Return the requirement of compiled GPU kernels that this machine lacks; None if it has all."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -79,9 +79,9 @@ def missing_for_kernels() -> str | None:
 
 
 def leave_uncompiled() -> None:
-    """Import megatron-core with its fused functions as the plain ones that they are made of.
+    """Import megatron-core with its fused functions uncompiled.
 
-    Its own switch acts on what is imported later alone, and importing it imports most of them.
+    megatron-core's own switch only acts on modules imported after it, and importing the switch imports most of them.
     """
     import torch
 

@@ -1,4 +1,5 @@
-"""Finds what GPUs this machine shows, before any is used: driver, CUDA, NCCL, connections. This needs no `install`."""
+"""Finds the GPUs that this machine shows, before any is used: driver, CUDA, NCCL, connections. This needs no
+`install`."""
 
 import re
 import subprocess
@@ -49,7 +50,7 @@ class Survey:
 
 
 class Obstacle(NamedTuple):
-    """Why torch can use no GPU of a machine that has a driver: what was found, the reason, and what to do."""
+    """Why torch can use no GPU of a machine that has a driver: the facts found, the reason, and advice."""
 
     what: str
     why: str

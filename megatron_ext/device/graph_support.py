@@ -4,8 +4,8 @@ import importlib.util
 from pathlib import Path
 
 _NEEDED = "def set_override_stale_capture_stream("
-"""What says that a capture waits for no stream on which a node of autograd was made before it: weights' hooks are such
-nodes."""
+"""Source line of torch versions whose captures do not wait for streams on which autograd nodes were made before the
+capture; hooks of weights are such nodes."""
 
 
 def uncapturing_torch() -> str | None:

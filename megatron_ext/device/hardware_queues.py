@@ -24,7 +24,7 @@ def shows_gpu() -> bool:
 
 
 def driver_text() -> str:
-    """Return what the driver says of itself, its version among it; empty where it says nothing."""
+    """Return the driver's description of itself, with its version; empty without a driver."""
     return next((path.read_text() for path in _DRIVER_FILES if path.is_file()), "")
 
 
@@ -40,7 +40,7 @@ def wants_one_queue(layout: LayoutConfig, capability: int | None) -> bool:
 
 
 def mistake(layout: LayoutConfig, capability: int | None, setting: str | None) -> tuple[str, str] | None:
-    """Return why the value that a user gave the variable costs speed, and what to do; None where it does not."""
+    """Return why the user's value of the variable costs speed, with advice; None if it does not."""
     if setting is None:
         return None
     if wants_one_queue(layout, capability):

@@ -36,8 +36,8 @@ _WRITTEN_IN_PLACE = 1 << 17
 """Elements of a matrix from which on a gradient that need not be copied is worth an autograd function in Python."""
 
 GEMMS = ("blas", "mixed", "onednn")
-"""What multiplies fp32 matrices on a CPU: torch's BLAS, which is MKL on x86; oneDNN but for weight gradients, of which
-it would copy an operand; or oneDNN.
+"""Libraries that multiply fp32 matrices on a CPU: torch's BLAS, which is MKL on x86; oneDNN except for weight
+gradients, of which it would copy an operand; or oneDNN for all.
 
 With AVX2 both reach the same, and BLAS does without an autograd function in Python where matrices are small. With
 AVX-512 oneDNN is ahead in forward products and input gradients: a little where MKL uses AVX-512 too or AVX2 is as fast,
@@ -70,8 +70,8 @@ def measured_gemm() -> str:
 
 
 def _ratio(one: Callable[[], object], other: Callable[[], object], calls: int = 8) -> float:
-    """Return the shortest time of some calls of `one` over that of `other`, in turns: seconds of this thread alone, so
-    that what else the machine does counts little (1.01 to 1.18 in 25 tries at a load of 16 on two cores)."""
+    """Return the shortest time of `calls` calls of `one` over the shortest of `other`, in turns: CPU seconds of this
+    thread, so that the machine's load counts little (1.01 to 1.18 in 25 tries at a load of 16 on two cores)."""
     seconds = []
     for call in (one, other) * calls:
         began = time.thread_time()
@@ -91,7 +91,8 @@ def use_gemm(name: str) -> None:
 
 
 def nothing_is_trained() -> bool:
-    """Return whether torch is in inference mode, which the compiler cannot ask; what is compiled is trained."""
+    """Return whether torch is in inference mode; False in compiled code, which cannot ask and is only used for
+    training."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
@@ -124,7 +125,7 @@ def linear_by_expert(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_E: tor
 
 
 def grouped_linear(x_TI: torch.Tensor, weight_EOI: torch.Tensor, tokens_E: torch.Tensor) -> torch.Tensor:
-    """Return what `linear_by_expert` does, in one product, for 16-bit operands."""
+    """Return the same as `linear_by_expert`, [T, O], in one grouped product of 16-bit operands."""
     tokens_E = tokens_E.to(x_TI.device)
     ends = tokens_E.to(torch.int32).cumsum(0, dtype=torch.int32)
     if leaves_empty_groups(x_TI):
@@ -304,7 +305,7 @@ class _RMSNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         normalized, inverse, weight = ctx.saved_tensors
         products = (grad * normalized).flatten(0, -2)
-        # What would change the norm of x itself has no effect: it is taken out.
+        # The component that would change the norm of x itself has no effect and is removed.
         radial = torch.mv(products, weight).div_(weight.numel()).view(inverse.shape)
         for_x = (grad * weight).addcmul_(normalized, radial, value=-1).mul_(inverse)
         return for_x, products.sum(0), None

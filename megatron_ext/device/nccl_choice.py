@@ -15,7 +15,7 @@ from collections.abc import MutableMapping
 
 VARIABLE = "TORCH_DIST_USE_NCCL2"
 LEGACY = "nccl-legacy"
-"""torch's name of ProcessGroupNCCL; "nccl2" is that of ProcessGroupNCCL2."""
+"""torch's name of ProcessGroupNCCL; ProcessGroupNCCL2 is named "nccl2"."""
 
 _BY_CONSTRUCTOR = {"_create_nccl_process_group": LEGACY, "_create_nccl2_process_group": "nccl2"}
 

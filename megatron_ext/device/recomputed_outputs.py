@@ -1,11 +1,11 @@
-"""Gives the memory of an output that was computed anew to the one that was freed, with little to build or nothing.
+"""Gives the memory of a recomputed output to the freed output, with a small C++ extension or none.
 
 --recompute-modules layernorm frees the outputs of norms (megatron-core's `CheckpointWithoutOutput`). In the backward
 pass megatron-core lets a freed tensor share the memory of the new one by a few lines of C++, which torch compiles when
 they are called first: on every new machine, with ninja and a C++ compiler, and with all headers of torch, half a minute
-of a core. Ours take the addresses that Python knows and need one small header: a second or two. Where ninja or the
-compiler is missing the first backward pass would fail; there the numbers are copied, the same bits in one more pass
-over memory.
+of a core. Ours take the addresses that Python knows and need one small header: a second or two. With
+megatron-core's lines the first backward pass fails on a machine without ninja or a compiler; ours then copies the
+numbers, the same bits in one more pass over memory.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random
 from torch.utils import cpp_extension
 
 Sharing = Callable[[torch.Tensor, torch.Tensor], None]
-"""Type of what is called with a freed tensor and the computed one whose memory it gets."""
+"""Type of the function that gives a freed tensor the memory of a recomputed one."""
 
 _SHARE = """
 #include <c10/core/Storage.h>
@@ -45,7 +45,7 @@ def share_or_copy() -> None:
 
 @functools.cache
 def _built() -> Sharing:
-    """Compile what no process of this machine has compiled, and load it."""
+    """Compile the extension, unless a process of this machine already has, and load it."""
     file = cpp_extension.load_inline(
         "megatron_ext_share_storage", _SHARE, no_implicit_headers=True, is_python_module=False
     )

@@ -1,5 +1,5 @@
-"""Splits the backward pass of linear layers: the gradient of the input at once, for the stage that waits for it, and
-that of the weight when there is time.
+"""Splits the backward pass of linear layers: input gradients at once, for the stage that waits for them, and weight
+gradients when there is time.
 
     split(True)                                 # before the first forward pass
     y = linear(x, weight)                       # layers ask `splits` and call this
@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 _splits = False
 Products = list[tuple[torch.Tensor, Callable[[], None]]]
-"""Weights, each with what makes its gradient."""
+"""Weights, each with the function that computes its gradient."""
 
 _kept: Products | None = None
 

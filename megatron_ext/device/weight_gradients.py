@@ -4,8 +4,8 @@ megatron-core asks apex's `fused_weight_gradient_mlp_cuda` for that (`gradient_a
 linear layer's backward pass is added to the fp32 main gradient by the kernel that computes it, so that it is never
 written in 16 bits, read again and added. torch has the operation as well. `stand_in` puts it in apex's place.
 
-What a main gradient holds when a step begins is of the step before. It is not zeroed: `expect_first` marks it, and who
-has the step's first gradient writes it there (`takes_first`), in place of adding it to zeros.
+When a step begins, a main gradient still holds the sum of the step before. It is not zeroed: `expect_first` marks it,
+and the first gradient of the step overwrites it (`takes_first`) and is not added to zeros.
 
 Shapes: N tokens, V rows of the weight (outputs), H columns (inputs).
 """
@@ -19,12 +19,12 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def expect_first(main_grad: torch.Tensor) -> None:
-    """Have the next gradient written over what `main_grad` holds."""
+    """Make the next gradient overwrite `main_grad`."""
     main_grad.expects_first = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def takes_first(main_grad: torch.Tensor) -> bool:
-    """Return whether `main_grad` expects its first gradient, which it does no longer: who asks writes all of it."""
+    """Return whether `main_grad` expects its first gradient, and clear the mark: the caller must write all of it."""
     expected = getattr(main_grad, "expects_first", False)
     if expected:
         main_grad.expects_first = False  # pyright: ignore[reportAttributeAccessIssue]
@@ -32,8 +32,8 @@ def takes_first(main_grad: torch.Tensor) -> bool:
 
 
 def place_of_first(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return where a product may write the gradient that it returns to autograd: the main gradient of `weight`, where
-    that expects its first one; None where it does not, or another product has written there."""
+    """Return the main gradient of `weight` if it expects its first gradient: a product may write the gradient that it
+    returns to autograd into this tensor. None if it does not expect one, or another product has written it."""
     main_grad: Any = getattr(weight, "main_grad", None)
     if getattr(main_grad, "expects_first", False) is not True:
         return None
@@ -49,7 +49,7 @@ def write_(main_grad: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def add_(main_grad: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient to those of this step, or write it where it is the first."""
+    """Add a gradient to the sum of this step, or write it if it is the first."""
     if takes_first(main_grad):
         write_(main_grad, gradient)
     else:
@@ -74,7 +74,7 @@ def add_product_(sum_VH: torch.Tensor, grad_NV: torch.Tensor, x_NH: torch.Tensor
 
 
 def _share_of_sum(main_grad: torch.Tensor) -> int:
-    # With 0 a product does not read what was there, which may be NaN.
+    # With 0 a product does not read the old content, which may be NaN.
     return 0 if takes_first(main_grad) else 1
 
 
@@ -110,10 +110,11 @@ def products_write() -> bool:
 
 
 def replaces_gradient(weight: torch.Tensor) -> torch.Tensor | None:
-    """Say that the main gradient of `weight` has this gradient already, and return what autograd gets in its place.
+    """Mark that the main gradient of `weight` has this gradient already, and return the tensor that autograd gets in
+    its place.
 
-    That has the shape of a gradient, since megatron-core's hooks ask whether there is one, and no meaning; it is zero
-    where autograd adds another gradient to it (tied embeddings on one stage).
+    The tensor has the shape of a gradient, since megatron-core's hooks check that there is one, but no meaning; it is
+    zero where autograd adds another gradient to it (tied embeddings on one stage).
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

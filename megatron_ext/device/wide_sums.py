@@ -26,7 +26,7 @@ def _adds_in_16_bits(values: torch.Tensor, *weights: torch.Tensor | None) -> boo
 
 
 def embedding_with_wide_sums(original: Operation) -> Operation:
-    """Return torch's embedding with gradients that are added in fp32: those of the rows of an fp32 copy."""
+    """Return torch's embedding with gradients that are added in fp32: it looks the rows up in an fp32 copy."""
 
     @functools.wraps(original)
     def embedding(input: torch.Tensor, weight: torch.Tensor, *settings: Any, **named: Any) -> torch.Tensor:

@@ -43,7 +43,7 @@ for module in brought("preloaded"):
 for scheme in SCHEMES:
     importlib.import_module(scheme.implementation.partition(":")[0])
 
-# What is loaded stays: the collector of a rank need not look at it, which would also copy its pages.
+# Loaded objects stay: the collector of a rank need not look at it, which would also copy its pages.
 gc.freeze()
 if _collected_by_itself:
     gc.enable()

@@ -17,11 +17,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 PRELOADED = ["megatron_ext.forkserver.preload"]
-"""Modules that the forkserver imports before the first rank is forked; whoever tests adds what its modules import."""
+"""Modules that the forkserver imports before the first rank is forked; a test module adds the modules that it needs."""
 
 
 class RankError(AssertionError):
-    """Raised where a rank raised, or died. `tracebacks` holds what each failing rank said, first failure first."""
+    """Raised where a rank raised, or died. `tracebacks` holds the traceback of each failing rank, first failure
+    first."""
 
     def __init__(self, tracebacks: Sequence[tuple[int, str]]):
         self.tracebacks = list(tracebacks)

@@ -6,8 +6,8 @@ the order of samples, the curves) is the same in every world, and a checkpoint f
 changes.
 
 A number of ranks that the layout cannot use in full leaves some over. These wait as spares: their process has nothing
-to do until the run is over. Where even the smallest world is larger than what is there, all ranks wait. torchrun takes
-a waiting process for a healthy one, and starts it again when a machine comes.
+to do until the run is over. If the layout needs more ranks than there are, all ranks wait. torchrun takes a waiting
+process for a healthy one, and starts it again when a machine comes.
 
 The parts that need torch import it inside, since the flags are settled first.
 """
@@ -37,11 +37,11 @@ _spares = 0
 
 
 def ranks_to_use(launched: int, values: Mapping[str, Any], works: Callable[[int], bool]) -> int | None:
-    """Return how many of the launched ranks the layout can use, the more the better: 0 where more are needed, None
-    where no number of ranks works.
+    """Return the largest number of the launched ranks that the layout can use: 0 if it needs more, None if no number
+    works.
 
     Args:
-        values: what the user typed.
+        values: the typed values, by field name.
         works: whether the flags can work with so many ranks.
     """
     if works(launched):
@@ -147,7 +147,7 @@ def dismiss_spares() -> None:
 
 
 def _store() -> Any:
-    """Return a connection to the store by which the ranks meet, once it is there."""
+    """Return a connection to the TCPStore by which the ranks meet, once it is up."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

@@ -1,10 +1,10 @@
-"""Judges who holds up a run: from what every rank says of itself, and from who says nothing.
+"""Judges which rank holds up a run, from the reports of ranks and from the ranks that do not answer.
 
-The ranks that wait are not to blame. In this order, to blame is who does not answer; who waits for its data; who is
-busy with something else and has not begun a collective in which others wait; who has begun fewer collectives of a
-group than the others of that group; who is busy although it has begun all of them, as a device may not have.
+The ranks that wait are not to blame. In this order, the cause is a rank that does not answer; that waits for its data;
+that is busy and has not begun a collective in which others wait; that has begun fewer collectives of a group than the
+others of that group; that is busy although it has begun all of them, since its device may not have.
 
-What the watch says of a rank by its last heartbeat, and of a hang.
+The texts of the watch about a rank's last heartbeat and about a hang are made here, too.
 """
 
 from collections import Counter
@@ -17,7 +17,8 @@ from megatron_ext.resilience.peer_processes import ProcessName
 from megatron_ext.resilience.progress import LOADER
 
 RECORD = "nccl_trace_rank_"
-"""File of what NCCL's flight recorder holds, before the rank's number; torch's torchfrtrace reads a folder of them."""
+"""File name, before the rank's number, of a dump of NCCL's flight recorder; torch's torchfrtrace reads a folder of
+them."""
 
 _BETWEEN_TWO = frozenset((*MESSAGES, END_OF_BATCH))  # operations between two ranks, which nobody counts
 
@@ -38,13 +39,13 @@ class RankReport:
     """torch's name of that collective's group, equal on all its ranks."""
 
     group_title: str = ""
-    """The group's name for people."""
+    """The group's readable name."""
 
     members: tuple[int, ...] = ()
     """Ranks of that group."""
 
     seconds: float = 0.0
-    """How long it has waited."""
+    """Seconds that the rank has waited."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     """Collectives begun, by the group's name."""
@@ -55,27 +56,27 @@ class RankReport:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "RankReport":
-        """Return what `as_json` was called on."""
+        """Return the report from its `as_json` form."""
         return cls(**{**fields, "members": tuple(fields["members"])})
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether it is in a collective."""
+        """Whether the rank waits in a collective."""
         return self.operation is not None and self.operation != LOADER
 
     @property
     def whereabouts(self) -> str:
-        """Where it is, in words."""
+        """Where the rank is, in words."""
         where = "before the first step" if self.iteration is None else f"at iteration {self.iteration}"
         return f"{where}, in {self.phase}"
 
 
 def hang_text(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> str:
-    """Return who did not come and who waits for it, in one sentence or two, without an advice.
+    """Return the rank that did not come and the ranks that wait for it, in one or two sentences, without advice.
 
     Args:
         reports: the ranks that answered.
-        silent: the ranks that did not, and what is known of each, for example "is stopped; last heard of at ...".
+        silent: the ranks that did not, each with its last known state, for example "is stopped; last heard of at ...".
     """
     waiting = {rank: report for rank, report in reports.items() if report.waits_for_ranks}
     if silent:
@@ -117,7 +118,7 @@ def numbers_text(ranks: Sequence[int]) -> str:
 
 
 def _is_missed(rank: int, report: RankReport, waiting: Mapping[int, RankReport]) -> bool:
-    """Return whether somebody waits in a collective that this rank has not begun, or for a message."""
+    """Return whether another rank waits in a collective that this rank has not begun, or for a message."""
     return any(
         rank in other.members and (_count(report, other) < _count(other, other) or other.operation in _BETWEEN_TWO)
         for other in waiting.values()
@@ -130,10 +131,10 @@ def _busy_text(busy: Mapping[int, RankReport], waiting: Mapping[int, RankReport]
 
 
 def _behind(waiting: Mapping[int, RankReport]) -> dict[int, int]:
-    """Return the ranks that have begun fewer collectives of a group than one that waits in it, each with that one.
+    """Return the ranks that have begun fewer collectives of a group than a rank that waits in it -> the waiting rank.
 
-    A rank that left one out goes on into another group, and waits there for ranks that wait for it. The place where
-    most ranks wait is right; where there are several, all are named.
+    A rank that skipped a collective goes on to another group, and waits in it for ranks that wait in the first. The
+    group with the most waiting ranks is taken to be right; of several with as many, all count.
     """
     waiters = Counter(report.group for report in waiting.values())
     waited_for: dict[int, int] = {}
@@ -163,7 +164,7 @@ def _behind_text(rank: int, report: RankReport, ahead: RankReport) -> str:
 
 
 def _waiters(waiting: Mapping[int, RankReport], to_blame: Collection[int]) -> str:
-    """Return who waits in which operation of which group, the longest first."""
+    """Return the waiting ranks with their operation and group, longest wait first."""
     places: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for rank, report in sorted(waiting.items(), key=lambda item: -item[1].seconds):
         if rank not in to_blame:
@@ -189,7 +190,7 @@ def where(beat: Mapping[str, Any]) -> str:
 
 
 def silence_text(beat: Mapping[str, Any], end: str | None, *, stopped: bool) -> str:
-    """Return what is known of a rank that does not answer.
+    """Return the last known state of a rank that does not answer, in words.
 
     Args:
         beat: its last heartbeat; empty where there was none.
@@ -215,7 +216,7 @@ def last_words(step: int, cause: str, folder: str | None, *, timeout: float, rec
         cause: whole sentences.
         folder: where stacks were written, if they were.
         timeout: seconds that a rank may wait.
-        recorded: whether dumps of NCCL's flight recorders are there too.
+        recorded: whether the folder also has dumps of NCCL's flight recorders.
     """
     where = f"at iteration {step}" if step else "before the first step"
     stacks = f"Stacks of the ranks that live: {folder}. " if folder else ""

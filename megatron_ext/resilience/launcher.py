@@ -8,7 +8,7 @@ The place is the folder that torchrun makes for a launch, with a random name, fo
 (TORCHELASTIC_ERROR_FILE is `LAUNCH/attempt_N/LOCAL_RANK/error.json`). A new launch has a new folder and trains on.
 Where there is no such folder (another launcher, or torchrun's `--log-dir /dev/null`) nothing is remembered.
 
-A rank ends when its torchrun is gone: nobody could start it again, stop it, or serve its store.
+A rank ends when its torchrun is gone: no other process could restart it, stop it, or serve its store.
 
 torchrun ends its ranks when it ends, unless it is killed (SIGKILL, the kernel when memory is short). They would then
 wait for their peers or the store until a timeout, or train on unattended. A thread looks after the process, so that
@@ -78,10 +78,10 @@ def _write(name: str, content: dict[str, Any]) -> None:
 
 
 def _read(name: str) -> dict[str, Any] | None:
-    """Return what an earlier attempt wrote.
+    """Return the record that an earlier attempt of this launch wrote under this name; None without one.
 
     torchrun's count of restarts is not raised where it stops the ranks with SIGTERM because machines come or go: that
-    is no stop, and the next attempt goes on from what was saved.
+    is no stop, and the next attempt resumes from the last save.
     """
     folder = _folder()
     if folder is None:
@@ -145,8 +145,8 @@ def _runs_python(process: psutil.Process) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return whether the process still runs; a killed process that nobody has collected does not, nor does another of
-    its id."""
+    """Return whether the process still runs; a killed process that its parent has not waited for does not, nor does
+    another process with its id."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -1,5 +1,5 @@
-"""Finds a NaN or an infinity: one fused check, and a search by name only where it fails. For tests of what a run does
-about a bad number, chooses the steps that --error-injection-rate spoils.
+"""Finds a NaN or an infinity: one fused check, and a search by name only where it fails. To test how a run handles a
+bad number, it also chooses the steps that --error-injection-rate spoils.
 """
 
 import math
@@ -61,9 +61,8 @@ def is_spoiled(config: Config, samples: range, rank: int) -> bool:
     Each step of each rank is one of the rate's results, as in megatron-core's RerunErrorInjector, and at most one rank
     of a step is chosen (of no more ranks than the rate). Which one follows from the seed and the step's samples alone,
     whatever the layout of the ranks: a step that is taken again is spoiled again, as by a machine that always computes
-    so (persistent_error) or by data and settings that are bad (correct_result), which differ in the eyes of nobody who
-    cannot change the machine. With transient_error it also follows from how often the ranks were started: after a
-    restart, the step is computed well.
+    so (persistent_error) or by data and settings that are bad (correct_result), which look alike on one machine. With
+    transient_error it also follows from how often the ranks were started: after a restart, the step is computed well.
     """
     training = config.training
     rate = training.error_injection_rate

@@ -1,8 +1,8 @@
 """Ranks of one machine see each other's processes: whether they live, how they ended, and whether they are stopped.
 
 Linux tells a process that holds a descriptor of another (pidfd) when it ends. How it ended (the code or the signal)
-stands in /proc until its parent has collected it, and from Linux 6.15 on the descriptor says so afterwards. So the
-first cause of a lost rank is known although nothing that was left of it could say a word.
+stands in /proc until its parent has collected it, and from Linux 6.15 on the descriptor tells it afterwards. So the
+first cause of a lost rank is known even if the rank could not report it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class ProcessName:
 
     pid: int
     host: str
-    """The machine's name for people."""
+    """The machine's readable name."""
 
     machine: str
     """Boot and process namespace: equal for two processes only where they can see each other by `pid`."""
@@ -54,7 +54,7 @@ class ProcessName:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "ProcessName":
-        """Return what `as_json` was called on."""
+        """Return the name from its `as_json` form."""
         return cls(**fields)
 
     @property
@@ -63,7 +63,7 @@ class ProcessName:
         return self.start_time > 0 and self.machine == _machine()
 
     def state(self) -> str | None:
-        """Return the kernel's letter of what the process does (T and t: stopped, Z: ended); None if it is gone."""
+        """Return the kernel's letter for the state of the process (T and t: stopped, Z: ended); None if it is gone."""
         fields = _stat(self.pid)
         return fields[_STATE] if fields and int(fields[_START_TIME]) == self.start_time else None
 
@@ -73,7 +73,7 @@ class ProcessName:
         return self.state() in ("T", "t", "Z", None)
 
     def kill(self) -> None:
-        """End the process, stopped or not, if it is one of this machine and still there."""
+        """End the process, stopped or not, if it is on this machine and still exists."""
         if self.is_here and self.state() not in (None, "Z"):
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -105,8 +105,8 @@ class PeerProcesses:
         self._poll.register(descriptor, select.POLLIN)
 
     def ended(self, seconds: float) -> dict[int, int | None]:
-        """Wait for at most `seconds` until a process ends; return by rank the status that waitpid gives, or None where
-        nobody knows it any more. Each end is returned once."""
+        """Wait for at most `seconds` until a process ends; return by rank the status that waitpid gives, or None if it
+        is not known any more. Each end is returned once."""
         statuses = {}
         for descriptor, _ in self._poll.poll(1000.0 * seconds):
             if descriptor in self._peers:
@@ -117,14 +117,15 @@ class PeerProcesses:
         return statuses
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         for descriptor in self._peers:
             os.close(descriptor)
         self._peers.clear()
 
 
 def end_stopped_ranks(launcher: int | None = None) -> str:
-    """Kill the ranks of this machine that are stopped, for which their launcher would wait long; return who they were.
+    """Kill the ranks of this machine that are stopped, for which their launcher would wait long; return the ranks in
+    words.
 
     For ranks that have not met yet, and know of each other only that they have one launcher.
 

@@ -4,8 +4,8 @@
     end_process(run_guarded(lambda: main(status), status))
 
 The last line that any rank prints must be the cause, although every other rank fails too once the first is gone. So
-a rank that lost its peers looks first whether one of them has said why, and is silent then. A rank says why
-before it ends, and its peers notice nothing before it ends: what they look for is there.
+a rank that lost its peers first looks for the cause that one of them reported, and then prints nothing itself. A rank
+reports its cause before it ends, and its peers only notice its end, so that the report exists when they look for it.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _SECONDS_FOR_LAUNCHER = 10.0
 _SECONDS_FOR_OTHER_RANKS = 1.0
 _SECONDS_TO_CLEAN_UP = 5.0
 
-# What gloo, NCCL and the store say when the other side is gone or silent (lower case).
+# Texts of gloo, NCCL and the store when the other side is gone or silent (lower case).
 _LOST_PEER_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -58,20 +58,20 @@ _LOST_PEER_TEXTS = (
 
 
 class PeersWatch(Protocol):
-    """What a report asks of the watch over all ranks (`resilience/watchdog.py`)."""
+    """The methods of the watch over all ranks (`resilience/watchdog.py`) that a report of an end calls."""
 
     ending: threading.Event
-    """Set once the watch's own thread says why this process ends, and ends it."""
+    """Set once the watch's own thread reports why this process ends, and ends it."""
 
     terminated_at: float | None
     """When SIGTERM came, by the monotonic clock."""
 
     def cause_of_loss(self) -> str | None:
-        """Return how the first rank ended that did; None where nobody says it in time."""
+        """Return how the first rank to end ended; None if no rank reports it in time."""
         ...
 
     def speaks_for_all(self) -> bool:
-        """Return whether this rank is to say why all end."""
+        """Return whether this rank is to report why all ranks end."""
         ...
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class PeersWatch(Protocol):
 
 @dataclass
 class RunStatus:
-    """Holds what the report says about this rank; the program fills it in as it learns it."""
+    """Facts about this rank for the report of its end; the program fills them in as it learns them."""
 
     rank: int
     save: str | None = None  # --save, once known
@@ -133,8 +133,8 @@ def end_from_thread(
     """Report `text` as this rank's last line and end the process with its helpers, whatever the main thread does.
 
     Args:
-        text: None where another rank says why all end.
-        before_exit: called when it has been said.
+        text: None where another rank reports why all ranks end.
+        before_exit: called after the report.
     """
     timer = threading.Timer(_SECONDS_TO_CLEAN_UP, os._exit, (code,))  # a full pipe holds up a writer
     timer.daemon = True
@@ -178,7 +178,7 @@ def _report(error: BaseException, status: RunStatus) -> int:
                 return code
     elif (
         isinstance(error, ConfigurationError | StoppedBySignal)
-        # The record is there already, and the launcher ends rank 0 as soon as another rank has ended: each must say it.
+        # The record exists already, and the launcher ends rank 0 as soon as another rank has ended: each must say it.
         and not isinstance(error, StoppedBefore)
         and status.rank != 0
         and exit_record.wait_for_another(status.save, _SECONDS_FOR_RANK_0)

@@ -1,4 +1,4 @@
-"""Where a rank is: its phase, what it waits in, how many operations of each group it has begun, the stacks of its
+"""The progress of a rank: its phase, its wait, how many operations of each group it has begun, the stacks of its
 threads, and when the whole process did not run, as with a job that the scheduler suspends.
 
 The training writes here, and the watch (`watchdog.py`) reads from its thread. A write is one assignment: no lock, no
@@ -27,7 +27,7 @@ FOLLOWS_DEVICE = (FORWARD_BACKWARD, UPDATE, EVALUATION)
 
 
 class Wait(NamedTuple):
-    """Describes what a thread waits in."""
+    """The wait of a thread: in a collective, or for data."""
 
     operation: str
     """Name of the collective, or `LOADER`."""
@@ -44,11 +44,11 @@ class Wait(NamedTuple):
 
 @dataclass
 class Progress:
-    """Tells how far one rank is."""
+    """The progress of one rank."""
 
     phase: str = "the start"
     waits: dict[int, Wait] = field(default_factory=dict)
-    """What each thread waits in, by its id."""
+    """The wait of each thread that waits now, by thread id."""
 
     failed: Wait | None = None
     """The collective whose failure was the last one."""
@@ -88,13 +88,13 @@ _A_PAUSE = 3.0  # seconds by which a look is late: no processor was ever so busy
 
 
 class Pauses:
-    """Counts the time in which this process ran: nobody is to blame for what was not done while it was suspended."""
+    """Counts the time in which this process ran: work that was not done while it was suspended is no hang."""
 
     def __init__(self) -> None:
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # when each ended, and its seconds
 
     def note(self, now: float, due: float) -> None:
-        """Note that what was due at `due` is done at `now`: very late, and this process did not run for a while."""
+        """Note that work due at `due` was done at `now`; if very late, this process did not run for a while."""
         if now - due > _A_PAUSE:
             self._pauses.append((now, now - due))
 
@@ -107,7 +107,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def within(seconds: float, write: Callable[[], None]) -> bool:
-    """Return whether `write` has written what it writes in so many seconds: it may be the file system that hangs."""
+    """Return whether `write` has finished within so many seconds: the file system itself may hang."""
     written: list[bool] = []
 
     def try_to_write() -> None:
@@ -122,7 +122,7 @@ def within(seconds: float, write: Callable[[], None]) -> bool:
 
 
 def write_stacks(folder: Path, rank: int, heading: str) -> None:
-    """Write `rank-N.txt` in `folder`: the heading, what each thread waits for in the kernel, the Python stacks.
+    """Write `rank-N.txt` in `folder`: the heading, each thread's wait in the kernel, the Python stacks.
 
     Raises:
         OSError: it cannot be written.
@@ -136,7 +136,7 @@ def write_stacks(folder: Path, rank: int, heading: str) -> None:
 
 
 def _write_kernel_waits(file: IO[str]) -> None:
-    """Write one line for each thread, those of C++ included: its name, its state, the kernel function it is in."""
+    """Write one line for each thread, C++ threads included: its name, its state, the kernel function it is in."""
     for task in sorted(_TASKS.iterdir()) if _TASKS.exists() else ():
         try:
             name = (task / "comm").read_text().strip()

@@ -1,4 +1,5 @@
-"""The ranks of an attempt write here where they are, for the others: keys of the store by which they met.
+"""The board of an attempt: ranks publish heartbeats and reports for each other under keys of the store by which they
+met.
 
 Under torchrun the store is its own process's and outlives every rank. Without torchrun it is rank 0's: then a store
 that is silent means that rank 0 is. Files in --save would outlive both, but file systems that machines share show a
@@ -19,8 +20,8 @@ _NEWS = "watch/news"  # there before a call or an end is: who looks twice a seco
 
 
 class Board:
-    """Reads and writes what ranks say of themselves. A store that is gone raises RuntimeError; one that is stopped
-    never answers, which `asking_since` shows to another thread.
+    """Reads and writes the heartbeats and reports of ranks. A store that is gone raises RuntimeError; one that is
+    stopped never answers, which `asking_since` shows to another thread.
 
     Args:
         store: a connection of its own, since another thread's may be blocked in a read.
@@ -32,37 +33,37 @@ class Board:
         self._store = store
 
     def publish(self, beat: dict[str, Any]) -> None:
-        """Say where this rank is."""
+        """Publish the heartbeat of this rank."""
         with self._asking():
             self._store.set(_beat_key(self.rank), json.dumps(beat))
 
     def beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Return what these ranks said last, by default all; those that have said nothing are left out."""
+        """Return the last heartbeat of these ranks, by default of all; ranks without a heartbeat are left out."""
         return self._read({rank: _beat_key(rank) for rank in (range(self.world_size) if ranks is None else ranks)})
 
     def has_news(self) -> bool:
-        """Return whether a rank calls, or has been seen to end, or is about to say so."""
+        """Return whether a rank has called, has been seen to end, or is about to report one of these."""
         return self._has([_NEWS])
 
     def call(self, step: int) -> tuple[int, int]:
-        """Call all ranks because of a hang in `step`; return rank and step of the first who called."""
+        """Call all ranks because of a hang in `step`; return rank and step of the first call."""
         with self._asking():
             self._store.set(_NEWS, "")
             first = self._store.compare_set(_CALL, "", f"{self.rank} {step}").decode()
         return _caller(first)
 
     def caller(self) -> tuple[int, int] | None:
-        """Return who called all ranks because of a hang, and in which step; None where nobody has."""
+        """Return the rank that called all ranks because of a hang, and the step; None without a call."""
         text = self._get(_CALL)
         return None if text is None else _caller(text)
 
     def answer(self, report: dict[str, Any]) -> None:
-        """Answer a call."""
+        """Answer a call with this rank's report."""
         with self._asking():
             self._store.set(_answer_key(self.rank), json.dumps(report))
 
     def answers(self, seconds: float) -> dict[int, dict[str, Any]]:
-        """Return what every rank answered, within so many seconds at most."""
+        """Return the reports that ranks answered with, waiting for all ranks for so many seconds at most."""
         deadline = time.monotonic() + seconds
         keys = {rank: _answer_key(rank) for rank in range(self.world_size)}
         while not self._has(list(keys.values())) and time.monotonic() < deadline:
@@ -70,12 +71,12 @@ class Board:
         return self._read(keys)
 
     def judge(self, verdict: dict[str, Any]) -> None:
-        """Tell the others that the cause has been said."""
+        """Publish the verdict: the cause has been printed."""
         with self._asking():
             self._store.set(_VERDICT, json.dumps(verdict))
 
     def verdict(self, seconds: float) -> dict[str, Any] | None:
-        """Return what the caller told the others, within so many seconds at most; None where it told nothing."""
+        """Return the verdict that the caller told the others, waiting for so many seconds at most; None without one."""
         deadline = time.monotonic() + seconds
         while (text := self._get(_VERDICT)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -88,11 +89,11 @@ class Board:
             self._store.compare_set(_END, "", text)
 
     def first_end(self) -> str | None:
-        """Return how the first rank ended that did; None where all live."""
+        """Return how the first rank to end ended; None while all live."""
         return self._get(_END)
 
     def speaks_for_all(self) -> bool:
-        """Return whether this rank is the first that asks, and so the one that says why it ends."""
+        """Return whether this rank is the first to ask; the first reports why all ranks end."""
         with self._asking():
             return self._store.add(_SPEAKER, 1) == 1
 

@@ -6,7 +6,7 @@ Ends a run in time that SIGTERM asked to stop: its last save may take longer tha
     with SignalWatcher(...) as signals, StopDeadline(30.0, signals, status, saved):
         trainer.fit()
 
-A thread looks, so that a save that hangs in the file system or in a collective ends too. What it gives up is no
+A thread looks, so that a save that hangs in the file system or in a collective ends too. An unfinished save is no
 checkpoint yet, and the next save removes it; the newest finished checkpoint is as it was.
 """
 
@@ -29,20 +29,20 @@ STOP_FILE = "stop"
 
 
 class SignalWatcher:
-    """Remembers that somebody asked the run to stop; the loop asks between steps, saves and ends.
+    """Remembers a request to stop the run; the loop checks it between steps, saves and ends.
 
         with SignalWatcher(stop_file=save / "stop") as watcher:
             while not watcher.requested:
                 step()
 
     SIGTERM, SIGHUP and the first Ctrl-C only set a flag; a second Ctrl-C interrupts at once, without a save. A SIGHUP
-    that is ignored, as under `nohup`, stays ignored. Must be entered on the main thread. What handled these signals
-    before does so again on leaving (SIGTERM: on leaving without an error; `resilience.report` takes over otherwise).
+    that is ignored, as under `nohup`, stays ignored. Must be entered on the main thread. The earlier handlers of these
+    signals return on leaving (SIGTERM: on leaving without an error; `resilience.report` takes over otherwise).
 
     Args:
         stop_file: `touch` it to stop the run; removed when seen, so that the next start is not stopped by it.
             Give it on one rank only, which tells the others.
-        reason: who has asked already; None where nobody has.
+        reason: an earlier request to stop; None without one.
     """
 
     def __init__(self, stop_file: Path | None = None, reason: str | None = None):
@@ -78,7 +78,7 @@ class SignalWatcher:
 
     @property
     def reason(self) -> str | None:
-        """Who asked: `SIGTERM`, `SIGINT`, `SIGHUP` or `the file <path>`; None where nobody has."""
+        """Source of the request: `SIGTERM`, `SIGINT`, `SIGHUP` or `the file <path>`; None without a request."""
         return self._reason
 
     def __enter__(self) -> "SignalWatcher":
@@ -120,7 +120,7 @@ class StopDeadline:
 
     Args:
         seconds: None: a stop may take as long as it does.
-        signals: who remembers the signal.
+        signals: the watcher that remembers the signal.
         status: of this rank. Its watch sees a signal, too, while the main thread waits in C++.
         saved: returns the iterations of the checkpoints in --save, in ascending order.
     """
@@ -151,7 +151,7 @@ class StopDeadline:
         return min((time for time in times if time is not None), default=None)
 
     def _end(self, seconds: float) -> None:
-        """Say so on one rank, and end."""
+        """Print the cause on one rank, and end."""
         status, text = self._status, self._text(seconds)
         message = f"rank {status.rank}: {text}"
         if self._signals.for_good:
@@ -206,7 +206,7 @@ class WakeUp:
         return b""
 
     def wake(self) -> None:
-        """End the wait of who polls the descriptor."""
+        """End the wait of a thread that polls the descriptor."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"\0")
 
@@ -217,7 +217,7 @@ class WakeUp:
                 signal.set_wakeup_fd(self._before)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         os.close(self.descriptor)
         os.close(self._writer)
 

@@ -1,18 +1,19 @@
-"""Ends a run that hangs, and says why: who did not come, where it is, and who waits for it. Also how a rank died.
+"""Ends a run that hangs, and reports the cause: the rank that did not come, where it is, and the ranks that wait for
+it. Also reports how a rank died.
 
-A thread of every rank says twice a second on the `Board` where the rank is, and looks whether somebody has called. Who
-waits longer than --distributed-timeout-minutes, in a collective or for its data, calls all ranks. Those that live
-write their stacks into `hang-<step>` in --save and answer; the caller judges by the answers (`hang_diagnosis.py`), says
-the cause and records it. Then all end, and whoever does not answer is killed by the ranks of its machine: a stopped
-process would keep the launcher waiting.
+A thread of every rank publishes twice a second on the `Board` where the rank is, and looks for calls. A rank that waits
+longer than --distributed-timeout-minutes, in a collective or for its data, calls all ranks. Living ranks write their
+stacks into `hang-<step>` in --save and answer; the caller judges by the answers (`hang_diagnosis.py`), prints the cause
+and records it. Then all end, and a rank that does not answer is killed by the ranks of its machine: a stopped process
+would keep the launcher waiting.
 
-The cause is said within a second after the timeout where a rank of the same machine sees that a process is stopped
-or has ended, and where all answer; within four where nobody sees why a rank is silent, since it may only be slow.
+The cause is printed within a second after the timeout if all answer, or if a rank of the same machine sees that a
+process is stopped or has ended; within four seconds if no rank sees why a rank is silent, since it may only be slow.
 
-After SIGTERM, and after a rank has died, nobody waits for long for a rank that does not answer: the launcher kills who
-has not ended in half a minute. But a run that saves what it has is not to end because its machine has too much to do:
-who is not seen to be stopped or gone is waited for longer. torch's own timeouts are a little longer than the watch's,
-and take over where the watch itself fails.
+After SIGTERM, and after a rank has died, the wait for a rank that does not answer is short: the launcher kills ranks
+that have not ended in half a minute. But a run that is saving must not end because its machine has too much to do: the
+wait is longer for a rank that is not seen to be stopped or gone. torch's own timeouts are a little longer than the
+watch's, and take over where the watch itself fails.
 """
 
 import contextlib
@@ -66,14 +67,14 @@ Describe = Callable[[Any], tuple[str, str, tuple[int, ...]]]
 
 
 class Marks(Protocol):
-    """Keeps a rank's progress informed."""
+    """Records collectives in a rank's progress."""
 
     def start(self) -> None:
-        """Begin."""
+        """Begin to record."""
         ...
 
     def stop(self) -> None:
-        """End."""
+        """End recording."""
         ...
 
 
@@ -85,9 +86,9 @@ class Watch:
         timeout: seconds that a rank may wait.
         board: where the ranks meet; None for a single rank.
         describe: returns name, title and ranks of a process group.
-        marks: what keeps the progress informed of collectives, started and stopped with the watch.
+        marks: records collectives in the progress, started and stopped with the watch.
         device_runs_ahead: whether collectives return before they are done.
-        flight_recorder: returns what NCCL recorded of this rank's operations; None over gloo.
+        flight_recorder: returns the dump of NCCL's flight recorder for this rank; None over gloo.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Watch:
             thread.start()
 
     def close(self) -> None:
-        """End the watch: this rank leaves, or says itself why it ends. Calling it again is harmless."""
+        """End the watch: this rank leaves, or reports itself why it ends. Calling it again is harmless."""
         if self._closing.is_set() or self.ending.is_set():
             return
         self._closing.set()
@@ -154,14 +155,14 @@ class Watch:
         self._wake_up.close()
 
     def cause_of_loss(self, seconds: float = 3 * _BETWEEN_LOOKS) -> str | None:
-        """Return how the first rank ended that did, as soon as it is known; None where nobody says it in time."""
+        """Return how the first rank to end ended, as soon as it is known; None if no rank reports it in time."""
         deadline = time.monotonic() + seconds
         while self._first_end is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return self._first_end
 
     def speaks_for_all(self) -> bool:
-        """Return whether this rank is to say why all end; True where nobody can be asked."""
+        """Return whether this rank is to report why all ranks end; True if the board cannot be asked."""
         with contextlib.suppress(RuntimeError):
             return self._board is None or self._board.speaks_for_all()
         return True
@@ -187,8 +188,8 @@ class Watch:
                 self._board.publish(self._beat_now() | {"phase": THE_END})
 
     def _until_the_next_look(self) -> float:
-        """Return seconds: fewer where this rank's wait becomes too long before, and until the ranks of this machine
-        know each other's processes, without which nobody sees how one ends."""
+        """Return the seconds until the next look: fewer if this rank's wait becomes too long before, or as long as the
+        ranks of this machine do not know each other's processes, which they need to see how one ends."""
         wait = self._waits_in()
         if not self._names and self._board is not None:
             return min(_BETWEEN_LOOKS, _UNTIL_INTRODUCED * 2**self._beat)
@@ -211,7 +212,7 @@ class Watch:
                 self._answer(board, board.call(self._step))
 
     def _hear(self, board: Board) -> None:
-        """Note how the first rank ended, and answer who calls."""
+        """Note how the first rank ended, and answer a call."""
         if self._first_end is None and (end := board.first_end()) is not None:
             self._first_end, self._noticed_at = end, self._noticed_at or time.monotonic()
         caller = board.caller()
@@ -228,7 +229,7 @@ class Watch:
         return {"beat": self._beat, "iteration": iteration, "phase": phase, "process": self._process}
 
     def _introduce(self, board: Board) -> None:
-        """Learn the processes of the ranks of this machine, once all have said theirs."""
+        """Learn the processes of the ranks of this machine, once all ranks have published theirs."""
         if self._names:
             return
         near = ranks_of_this_machine(board.rank, board.world_size)
@@ -280,8 +281,7 @@ class Watch:
         return self._first_end is not None or bool(silent)
 
     def _silent(self, board: Board) -> list[int]:
-        """Return the ranks that have not left and have said nothing for a while. Ask again and again: it does not
-        wait."""
+        """Return the ranks that have not left and are silent for a while. Call it repeatedly: it does not wait."""
         now = time.monotonic()
         after = [(board.rank + distance) % board.world_size for distance in range(1, _LISTENS_TO + 1)]
         for rank, beat in board.beats(dict.fromkeys(after)).items():
@@ -301,7 +301,7 @@ class Watch:
         return _SILENCE if name.does_not_run else math.inf
 
     def _answer(self, board: Board, caller: tuple[int, int]) -> None:
-        """Take part in what a call leads to, and end."""
+        """Answer a call, take part in the judgment of the hang, and end."""
         self.ending.set()
         called_at = time.monotonic()
         rank, step = caller
@@ -344,7 +344,7 @@ class Watch:
         self._end(text, tell_the_others)
 
     def _answers(self, board: Board, seconds: float) -> dict[int, dict[str, Any]]:
-        """Return what the ranks answer within so many seconds; who is known not to answer is not waited for."""
+        """Return the reports of the ranks that answer within so many seconds; known silent ranks cause no wait."""
         deadline = time.monotonic() + seconds
         while True:
             answers = board.answers(_BETWEEN_ANSWERS)
@@ -378,7 +378,7 @@ class Watch:
         )
 
     def _write_stacks(self, step: int, report: RankReport, record: bytes | None) -> str | None:
-        """Write where this rank is and what NCCL recorded of its operations; return the folder if that went well."""
+        """Write this rank's stacks and the dump of NCCL's flight recorder; return the folder if that went well."""
         if self._status.save is None:
             return None
         waits = f", waits in {report.operation} {report.group_title}".rstrip() if report.operation else ""
@@ -393,8 +393,10 @@ class Watch:
         return str(folder) if within(_FOR_STACKS, write) else None
 
     def _flight_record(self) -> bytes | None:
-        """Return what NCCL recorded of this rank's operations; None where the device, which it may ask, does not
-        answer. Before this rank answers a call: the first to leave ends the operations in which the others wait."""
+        """Return the dump of NCCL's flight recorder, which may ask the device; None if the device does not answer.
+
+        It is read before this rank answers a call: the first rank to leave ends the operations in which others wait.
+        """
         recorder = self._flight_recorder
         if recorder is None:
             return None
@@ -411,10 +413,10 @@ class Watch:
             self._names[rank].kill()
 
     def _look_after_the_board(self) -> None:
-        """End this rank where it waits too long and the store, too, does not answer: whoever holds it is to blame.
+        """End this rank if it waits too long and the store does not answer either: then the process that serves the
+        store is the cause.
 
-        How long the store is silent is counted in looks of this thread: after a pause of this whole process, in which
-        nobody listened, nobody was silent.
+        The store's silence is counted in looks of this thread: a pause of this whole process does not count as silence.
         """
         asked, silent, pause = None, 0.0, _BETWEEN_LOOKS
         while not self._closing.wait(pause):
@@ -440,7 +442,7 @@ class Watch:
         return _FOR_A_LATE_BOARD if waited >= self._timeout else _FOR_A_SLOW_BOARD
 
     def _end_alone(self, cause: str) -> None:
-        """End without having heard the others; `cause` is a sentence, or empty where this rank alone is to blame."""
+        """End without having heard the others; `cause` is a sentence, or empty where this rank alone is the cause."""
         report = self._report()
         folder = self._write_stacks(self._step, report, self._flight_record())
         if self._first_end is not None:

@@ -154,7 +154,8 @@ def weight_decay_has_both_ends(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _curve(config: Config) -> tuple[str, int, int, int]:
-    """Return the unit of the run, its length, the warmup and the decay in that unit; 0 for what is not given."""
+    """Return the unit of the run, its length, the warmup and the decay in that unit; 0 for a length that is not
+    given."""
     training, optimizer = config.training, config.optimizer
     if training.train_samples is not None and training.train_iters is None:
         return "samples", training.train_samples, optimizer.lr_warmup_samples, optimizer.lr_decay_samples or 0

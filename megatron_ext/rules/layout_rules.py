@@ -50,7 +50,8 @@ def sequence_divides_by_tensor_size(config: Config, facts: Facts) -> Iterator[st
 
 @reads("recomputation")
 def kept_gathers_are_those_of_plain_layers(config: Config, facts: Facts) -> Iterator[str]:
-    """Require for --sequence-parallel-keep-gathered what gathers, and products that can be given the whole input."""
+    """Require --sequence-parallel for --sequence-parallel-keep-gathered, and products that can be given the whole
+    input."""
     layout, training = config.layout, config.training
     if not layout.sequence_parallel_keep_gathered:
         return
@@ -68,7 +69,7 @@ def kept_gathers_are_those_of_plain_layers(config: Config, facts: Facts) -> Iter
 
 
 def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: Facts) -> Iterator[str]:
-    """Require for --overlap-param-gather what it overlaps."""
+    """Require for --overlap-param-gather the distributed optimizer and --overlap-grad-reduce."""
     layout = config.layout
     if not layout.overlap_param_gather:
         return

@@ -207,7 +207,7 @@ def layers_without_rotation_are_named(config: Config, facts: Facts) -> Iterator[
 
 
 def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
-    """Require a pattern of letters which are known, as many as layers, and nothing else that says what a layer is."""
+    """Require a pattern of known letters, as many as layers, and no other flag that sets the kind of a layer."""
     model, letters = config.model, config.model.hybrid_layer_pattern
     if letters is None:
         return
@@ -291,7 +291,7 @@ def longrope_has_a_factor_for_each_pair(config: Config, facts: Facts) -> Iterato
 
 
 def positions_by_layer_have_layers(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse what is said of layers with a window, or of layers that rotate nothing, where there are none."""
+    """Refuse flags of layers with a window, or of layers without rotary embedding, if there are no such layers."""
     model = config.model
     if model.rotary_base_local is not None and (model.position_embedding_type != "rope" or model.window_size is None):
         yield (

@@ -36,7 +36,7 @@ def auxiliary_losses_are_losses(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def groups_of_experts_hold_the_experts_of_a_token(config: Config, facts: Facts) -> Iterator[str]:
-    """Require groups of one size, of which those of a token have enough experts."""
+    """Require expert groups of one size, and enough experts in the groups that are chosen for a token."""
     model, experts, topk = config.model, config.model.num_experts, config.model.moe_router_topk
     groups, chosen, scores = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_group_scores
     if experts is None:
@@ -238,8 +238,8 @@ def expert_width_divides_by_tensor_size(config: Config, facts: Facts) -> Iterato
 
 
 def stages_between_data_parallel_ranks_have_their_experts(config: Config, facts: Facts) -> Iterator[str]:
-    """Require of --use-tp-pp-dp-mapping with experts on several stages what megatron-core requires: that experts have
-    as many data-parallel ranks as everything else."""
+    """Require, as megatron-core does, of --use-tp-pp-dp-mapping with experts on several stages that experts have as
+    many data-parallel ranks as all other parameters."""
     model, layout = config.model, config.layout
     stages, experts = layout.pipeline_model_parallel_size, layout.expert_model_parallel_size * layout.expert_tensor_size
     has_both = model.num_experts is not None and layout.use_tp_pp_dp_mapping and stages > 1

@@ -1,4 +1,4 @@
-"""Rules about what is looked at in the middle of training: profiles and timings, tasks and samples of text."""
+"""Rules about observations in the middle of training: profiles and timings, tasks and samples of text."""
 
 from collections.abc import Iterator
 

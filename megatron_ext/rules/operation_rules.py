@@ -31,7 +31,7 @@ def linear_cross_entropy_is_exact(config: Config, facts: Facts) -> Iterator[str]
 
 @reads()
 def products_add_to_main_gradients(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse --gradient-accumulation-fusion where there is no main gradient to add to, or nobody adds."""
+    """Refuse --gradient-accumulation-fusion if there is no main gradient to add to, or no product adds to it."""
     if config.training.gradient_accumulation_fusion:
         yield from obstacles(config)
 

@@ -1,4 +1,4 @@
-"""Rules about what layers are made of: each part says what it cannot be computed with."""
+"""Rules about the parts of layers: each part names the flags that it cannot be computed with."""
 
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -22,7 +22,7 @@ def parts_are_computed(config: Config, facts: Facts) -> Iterator[str]:
 
 @reads("recomputation")
 def parts_are_computed_again(config: Config, facts: Facts) -> Iterator[str]:
-    """Require that what the flags ask for can be computed again in the backward pass."""
+    """Require that the modules of the recomputation flags can be computed again in the backward pass."""
     yield from _of_kinds(config, lambda kind: refusals(config, kind.pieces(config), RECOMPUTATIONS))
 
 
@@ -48,7 +48,7 @@ def groups_name_weights(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def matrices_have_a_rule(config: Config, facts: Facts) -> Iterator[str]:
-    """Require of every parameter that an optimizer of whole matrices may take for one that its part says what it is."""
+    """Require, for an optimizer of whole matrices, that every parameter's part says whether it is a matrix."""
     traits = traits_of(config.optimizer)
     if not traits.needs_whole_matrices or not _has_sizes(config):
         return
@@ -68,7 +68,7 @@ def _has_sizes(config: Config) -> bool:
 
 
 def _stacked(parameter: Parameter) -> tuple[object, str]:
-    """Return what an expert's matrix has in common with the same of other experts in its layer."""
+    """Return the key that an expert's matrix shares with the same matrix of the other experts of its layer."""
     return parameter.stage, parameter.name.rpartition(f".{parameter.expert}.")[2]
 
 

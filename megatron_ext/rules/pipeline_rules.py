@@ -104,7 +104,7 @@ def layers_divide_over_stages(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def end_stages_leave_the_rest_even(config: Config, facts: Facts) -> Iterator[str]:
-    """Require that what the end stages leave divides over the stages between."""
+    """Require that the layers outside of the end stages divide over the stages between."""
     layout, layers = config.layout, config.model.num_layers
     stages, end_flags = layout.pipeline_model_parallel_size, _given_ends(layout)
     first, last = layout.decoder_first_pipeline_num_layers or 0, layout.decoder_last_pipeline_num_layers or 0
@@ -197,7 +197,7 @@ def _interleaved_layout(config: Config) -> str:
 
 @reads("micro batch")
 def microbatches_pass_in_whole_groups(config: Config, facts: Facts) -> Iterator[str]:
-    """Require what megatron-core does: groups of N microbatches, PP <= N <= all of them, and a last one of none or at
+    """Require, as megatron-core does, groups of N microbatches, PP <= N <= all of them, and a last group of none or at
     least PP."""
     layout, training = config.layout, config.training
     stages, count = layout.pipeline_model_parallel_size, layout.microbatch_group_size_per_virtual_pipeline_stage
@@ -302,8 +302,8 @@ def _counted(layout: LayoutConfig) -> list[str]:
 
 
 def _per_stage(config: Config) -> list[float]:
-    """Return the layers of the kinds of stages there are, with what counts as one; fractions where they do not
-    divide."""
+    """Return the layers of each kind of stage, with embedding and loss where they count as layers; fractions where they
+    do not divide."""
     layout, stages = config.layout, config.layout.pipeline_model_parallel_size
     ends = [layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers]
     of_ends = [count for count in ends if count is not None]

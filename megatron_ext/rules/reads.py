@@ -1,4 +1,5 @@
-"""Lets a rule declare what it reads of that which a search of layouts chooses: the search asks no other rule again.
+"""Lets a rule declare which choices of the layout search it reads: for a new choice the search asks only the rules that
+read it.
 
     @reads("micro batch")
     def global_batch_divides(config, facts): ...
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 Chosen = Literal["layout", "recomputation", "micro batch"]
-"""What a search chooses: anything at all, what is computed again, or the micro batch size."""
+"""A choice of the layout search: any field of the layout, the recomputation, or the micro batch size."""
 
 _READ: dict[Callable[..., Any], set[Chosen]] = defaultdict(set)
 

@@ -48,7 +48,8 @@ def _out_of_range(option: Option, value: Any) -> Iterator[str]:
 
 
 def values_have_what_they_need(config: Config, facts: Facts) -> Iterator[str]:
-    """Require what a value needs of other fields, which stands at its field (`config.schema.option.Need`)."""
+    """Require the values of other fields that a value needs, as its field declares them
+    (`config.schema.option.Need`)."""
     asked = [(option, _value(config, option)) for option in _of("needs")]
     needed = [(option, value, need) for option, value in asked for one, need in option.needs if one == value]
     seen = counted(vars(config.model)) if needed else {}
@@ -66,7 +67,7 @@ def there_is_one_source_of_data(config: Config, facts: Facts) -> Iterator[str]:
     """Require exactly one source of data."""
     data = config.data
     if lists := [name for name in LIST_NAMES if getattr(data, name)]:
-        # A file that is not there, which `named_files_exist` says, or --dry-run believes in.
+        # A missing file, which `named_files_exist` reports, or which --dry-run assumes.
         if data.mock_data:
             yield f"--mock-data and {flag_of(lists[0])} exclude each other; keep one of them"
         return
@@ -203,7 +204,7 @@ def saving_has_a_folder(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def stages_go_on_from_what_is_saved(config: Config, facts: Facts) -> Iterator[str]:
-    """Require what each stage of --stages goes on from: all of a checkpoint."""
+    """Require whole checkpoints, from which each stage of --stages continues."""
     flags, training = config.checkpoint, config.training
     if training.stages is None:
         return
@@ -229,7 +230,7 @@ def stages_go_on_from_what_is_saved(config: Config, facts: Facts) -> Iterator[st
 
 
 def snapshots_have_a_place(config: Config, facts: Facts) -> Iterator[str]:
-    """Require what --non-persistent-save-interval needs."""
+    """Require the other flags that --non-persistent-save-interval needs."""
     flags = config.checkpoint
     interval, kind = flags.non_persistent_save_interval, flags.non_persistent_ckpt_type
     if interval is not None and kind is None:
@@ -251,7 +252,7 @@ def snapshots_have_a_place(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def elastic_runs_go_on(config: Config, facts: Facts) -> Iterator[str]:
-    """Require for --elastic what each of its worlds goes on with."""
+    """Require for --elastic the folder and the global batch with which each world size continues."""
     if not config.layout.elastic:
         return
     flags = config.checkpoint
@@ -269,7 +270,7 @@ def elastic_runs_go_on(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def load_names_checkpoints(config: Config, facts: Facts) -> Iterator[str]:
-    """Require that --load can be what the user means."""
+    """Refuse a --load that cannot be what the user means."""
     if facts.load_problem is not None:
         yield facts.load_problem
 
@@ -279,7 +280,7 @@ def model_is_that_of_the_checkpoint(config: Config, facts: Facts) -> Iterator[st
     if facts.saved is None:
         return
     model = vars(config.model) | {"vocab_size": config.data.vocab_size}
-    # What only experts have is new where they come from an MLP.
+    # Weights that only experts have are new where experts come from an MLP.
     new = "moe_" if config.checkpoint.moe_use_upcycling and facts.saved.get("num_experts") is None else None
     for name in model_names(facts.saved, finetune=config.checkpoint.finetune):
         was = facts.saved.get(name, options_by_name()[name].default)
@@ -381,7 +382,7 @@ def metrics_services_are_installed(config: Config, facts: Facts) -> Iterator[str
 
 @reads()
 def compiling_is_possible(config: Config, facts: Facts) -> Iterator[str]:
-    """Require what compiling needs on this machine for --torch-compile."""
+    """Require for --torch-compile a C++ compiler and flags that compiled code can run with."""
     if not config.training.torch_compile:
         return
     if facts.missing_compiler is not None:
@@ -414,7 +415,7 @@ def _value(config: Config, option: Option) -> Any:
 
 
 def plugins_are_installed(config: Config, facts: Facts) -> Iterator[str]:
-    """Require the plugin of every flag that turns on what a plugin does."""
+    """Require the plugin of every flag that has an effect only with a plugin."""
     for option in options():
         value = getattr(getattr(config, option.group), option.name) if option.turns_on_a_plugin else None
         if value in (None, False) or any(

@@ -1,4 +1,4 @@
-"""Rules about what the data-parallel ranks divide among themselves."""
+"""Rules about the state that data-parallel ranks divide."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def flags_belong_to_their_scheme(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def schemes_go_with_the_rest(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse what a scheme does not go with."""
+    """Refuse the configurations that a sharding scheme does not work with."""
     for scheme in given_schemes(vars(config.layout)):
         yield from scheme.cannot(config)
 
@@ -59,7 +59,8 @@ def megatron_fsdp_shards_the_state(config: Config, facts: Facts) -> Iterator[str
 
 
 def matrices_are_whole(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse what divides matrices with an optimizer that updates each as a whole, and host memory, where none is."""
+    """Refuse, with an optimizer that updates whole matrices, flags that divide matrices or put them into host
+    memory."""
     traits, layout = traits_of(config.optimizer), config.layout
     sizes = {name: getattr(layout, name) for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size")}
     divide = [f"{flag_of(name)} {size}" for name, size in sizes.items() if (size or 1) > 1]

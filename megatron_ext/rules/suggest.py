@@ -100,11 +100,11 @@ def _fills_world(world_size: int, model_parallel_size: int) -> bool:
 
 
 def wrong_factors(name: str, factors: tuple[float, ...] | None, count: int, has_any: object, of: str) -> Iterator[str]:
-    """Yield that a field of factors has not `count` numbers above 0, or that there is nothing that they multiply.
+    """Yield a problem if a field of factors does not have `count` numbers above 0, or if the factors multiply nothing.
 
     Args:
-        has_any: whether there is.
-        of: what it takes for that.
+        has_any: whether the model has anything that they multiply.
+        of: the setting that gives the model such a part, for the message.
     """
     flag = flag_of(name)
     if factors is None:

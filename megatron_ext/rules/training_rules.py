@@ -279,7 +279,7 @@ def _samples_at_once(config: Config) -> int | None:
 
 
 def _microbatches_per_round(config: Config) -> int:
-    """Return the microbatches that one round of the schedule takes: with interleaving those of one group."""
+    """Return the microbatches of one round of the schedule: with interleaving a group of microbatches, else one."""
     layout = config.layout
     return max(layout.microbatch_group_size, 1) if layout.virtual_pipeline_model_parallel_size > 1 else 1
 

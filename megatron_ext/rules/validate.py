@@ -44,13 +44,13 @@ RULES: tuple[Rule, ...] = (
 )
 
 RULES_OF_RECOMPUTATION = rules_that_read("recomputation", RULES)
-"""All rules that ask what is recomputed: where nothing else changes, a search asks no others."""
+"""All rules that read the recomputation: where nothing else changes, a search asks only these."""
 
 RULES_OF_MICRO_BATCHES = rules_that_read("micro batch", RULES)
-"""All rules that ask for the micro batch size."""
+"""All rules that read the micro batch size."""
 
 RULES_OF_LAYOUTS = rules_that_read("layout", RULES)
-"""All rules that ask for anything that a search chooses, in the order of the rules. The bounds of single values are not
+"""All rules that read anything that a search of layouts chooses, in their order. The bounds of single values are not
 among them: a search chooses no value that is out of them."""
 
 
@@ -58,7 +58,7 @@ def problems(config: Config, facts: Facts) -> list[str]:
     """Return all problems of the configuration, in the order of the rules; empty where the run may start.
 
     A problem that names a flag whose value could not be read may follow from that alone, and is left out; why a file
-    could not be read is always said.
+    could not be read is always reported.
     """
     texts = [problem for rule in RULES for problem in rule(config, facts)]
     unread = [re.compile(rf"{flag_of(name)}(?![\w-])") for name in facts.unread]

@@ -15,10 +15,10 @@ class Seam:
     """A name of the engine that this program relies on."""
 
     name: str
-    """The dotted path: module, class, attribute. `parameter.<mark>` is what megatron-core writes on parameters."""
+    """The dotted path: module, class, attribute. `parameter.<mark>` is one that megatron-core sets on parameters."""
 
     why: str
-    """What we do with it, and what the engine must go on doing."""
+    """How this program uses the name, and the behavior of the engine that it relies on."""
 
     parameters: tuple[str, ...] = ()
     """Names of parameters that we pass, or that an override takes: all must be in the signature."""
@@ -36,7 +36,7 @@ class Seam:
 
 
 def problems(seam: Seam) -> list[str]:
-    """Return what is wrong with a seam in the installed versions; an empty list when it is as we rely on it."""
+    """Return the problems of a seam in the installed versions; an empty list if it is as this program expects."""
     return [*_of_the_name(seam), *_of_the_callers(seam)]
 
 
@@ -67,7 +67,7 @@ def _of_the_callers(seam: Seam) -> Iterator[str]:
 
 
 def _find(path: str) -> tuple[Any, Any]:
-    """Return the owner and the object at a dotted path; `_MISSING` for what is not there."""
+    """Return the owner and the object at a dotted path; the object is `_MISSING` if it does not exist."""
     parts = path.split(".")
     owner, target = None, importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], 2):
@@ -75,7 +75,7 @@ def _find(path: str) -> tuple[Any, Any]:
         if target is _MISSING and inspect.ismodule(owner):
             target = _module(".".join(parts[:number]))
         if target is _MISSING:
-            # What was found may be a function that hides the module of its name.
+            # The object found may be a function that hides the module of its name.
             target = getattr(_module(".".join(parts[: number - 1])), part, _MISSING)
         if target is _MISSING:
             return (owner if number == len(parts) else None), _MISSING
@@ -90,8 +90,7 @@ def _module(path: str) -> Any:
 
 
 def _sets_on_instances(owner: Any, attribute: str) -> bool:
-    """Return whether a class has a field of this name, assigns it to `self`, or asks `self` whether somebody has set
-    it."""
+    """Return whether a class has a field of this name, assigns it to `self`, or checks whether it is set on `self`."""
     if not inspect.isclass(owner):
         return False
     if is_dataclass(owner) and attribute in owner.__dataclass_fields__:

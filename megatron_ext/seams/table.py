@@ -17,4 +17,4 @@ SEAMS: tuple[Seam, ...] = (
     *COLLECTIVES,
     *REHEARSAL,
 )
-"""All of them, by what they belong to. Where each is used, the test of the table finds out."""
+"""All seams, by the part of the engine that they belong to. The test of the table finds where each is used."""

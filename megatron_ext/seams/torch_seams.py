@@ -107,7 +107,7 @@ COLLECTIVES = (
         f"{_C10D}._create_gloo_process_group",
         "replaced on a CPU, before torch looks it up for the first group: all groups share the first one's devices",
         ("opts", "backend_options"),
-        newer=True,  # torch 2.11 has no function for it: there each group has a device of its own
+        newer=True,  # torch 2.11 has no function for it: each group has a device of its own
     ),
     Seam("torch.distributed.ProcessGroupGloo._Options", "made without arguments, for every group but the first"),
     Seam("torch.distributed.ProcessGroupGloo._Options._devices", "of the first group, given to every other one"),

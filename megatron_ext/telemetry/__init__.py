@@ -1,1 +1,1 @@
-"""What a run tells: log line, TensorBoard, metrics file, throughput."""
+"""Telemetry of a run: log line, TensorBoard, metrics file, throughput."""

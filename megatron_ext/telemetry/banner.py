@@ -1,4 +1,4 @@
-"""Writes what a run begins with: one line each for device, layout, model, data and the way to go."""
+"""Writes the first lines of a run: one line each for device, layout, model, data and the iterations to go."""
 
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,7 +15,7 @@ from megatron_ext.parts.stack import stack
 
 @dataclass(frozen=True)
 class Begun:
-    """What the configuration does not say of a run that begins."""
+    """Facts about a starting run that its configuration does not have."""
 
     device: str
     """Name of the hardware."""
@@ -24,10 +24,10 @@ class Begun:
     iteration: int
     consumed_samples: int
     own: tuple[str, ...] = ()
-    """Parts that are a user's own."""
+    """Names of the parts that a user brought."""
 
     kernels: str | None = None
-    """What became of kernels of other packages, where such are installed."""
+    """Whether kernels of other packages (apex, Transformer Engine) are used, if any is installed."""
 
     attention: str | None = None
     """Which kernel computes attention, where it was chosen."""
@@ -52,7 +52,7 @@ def banner(config: Config, begun: Begun) -> str:
 
 
 def described(config: Config) -> dict[str, str]:
-    """Return what a configuration trains, on what, and how it is divided."""
+    """Return texts that describe a configuration's model, data and layout."""
     ranks = f"{_ranks(config.layout.world_size)}, {_layout(config)}"
     return {"model": _model(config), "data": _data(config), "layout": ranks}
 

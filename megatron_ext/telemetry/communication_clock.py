@@ -2,20 +2,20 @@
 
 --log-communication-share logs it; --log-straggler compares the computing of ranks that do the same work.
 
-What stands in the way of the computation is timed, and nothing else: on a GPU by events on the stream that computes,
-before and after each collective and each wait for one; on a CPU by the clock, on the thread that computes. A collective
-that runs on another stream costs nothing until the computation waits for it. Nothing is synchronized: a step's events
-are read when a later step has passed them.
+Only waits of the computation are timed: on a GPU by events on the stream that computes, before and after each
+collective and each wait for one; on a CPU by the clock, on the thread that computes. A collective that runs on another
+stream costs nothing until the computation waits for it. Nothing is synchronized: a step's events are read when a later
+step has passed them.
 
     communication   in collectives of every group, and in waits for them; a late rank makes the others wait here
     idle            in sends and receives between pipeline stages: the pipeline's bubble, and the messages themselves
     compute         the rest: kernels, and whatever the host does between them
 
-On a CPU a rank may be ready to compute while another process has its core. `ComputeTime` has the time that is the
-rank's own apart: a rank sleeps and reads files in its own time. (Only the thread that computes is looked at: where it
-waits for threads of its own that wait for a core, that is counted as its own, and so is what a virtual machine's host
-takes.) Nor do all cores run equally fast at all times: one that shares its arithmetic units with another busy one,
-which may belong to another virtual machine, computes the same in 1.3 times as long. A fixed loop after each step tells.
+On a CPU a rank may be ready to compute while another process has its core. `ComputeTime.own` leaves that time out;
+sleeping and reading files count as own time. (Only the thread that computes is measured: its waits for other threads of
+the process that wait for a core count as own time, and so does time that a virtual machine's host takes.) Nor do all
+cores run equally fast at all times: one that shares its arithmetic units with another busy one, which may belong to
+another virtual machine, computes the same in 1.3 times as long. A fixed loop after each step tells.
 
 The methods of torch's process groups are wrapped while the clock runs, which catches every caller.
 """
@@ -45,7 +45,7 @@ class ComputeTime(NamedTuple):
     """Time by the clock."""
 
     own: float
-    """Time without that in which it was ready to go on and others had its core."""
+    """Time by the clock, without the time in which it was ready to go on and others had its core."""
 
     loop: float = 0.0
     """Seconds of the device's fixed loop, before or after the step, the longer; 0 on a GPU."""
@@ -53,7 +53,7 @@ class ComputeTime(NamedTuple):
 
 @dataclass
 class _Step:
-    """Marks of one step: its two ends, and those of every wait in it."""
+    """Marks of one step: its begin and end, and the begin and end of every wait in it."""
 
     begin: Any
     held_up: float

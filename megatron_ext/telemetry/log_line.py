@@ -137,7 +137,7 @@ def scientific(value: float) -> str:
 
 
 class Console:
-    """Prints what is logged; in the short form also, at the end, what came of the run and what to do next.
+    """Prints the log lines; in the short form also, at the end, the result of the run and the next steps for the user.
 
     Args:
         throughput: whether Megatron's line has the TFLOP/s per GPU.

@@ -1,4 +1,4 @@
-"""Holds what one logged step and one evaluation tell. Every sink (log line, metrics file, TensorBoard) reads these.
+"""The metrics of one logged step and of one evaluation. Every sink (log line, metrics file, TensorBoard) reads these.
 
 `as_row` is a row of the metrics file; `scalars` has Megatron-LM's tags, which TensorBoard and other trackers show.
 """
@@ -119,7 +119,7 @@ class SampleMetrics:
 
 
 Evaluated = ValidationMetrics | TestMetrics | TaskMetrics | SampleMetrics
-"""What is told of the model between two steps."""
+"""Metrics of the model that are measured between two steps."""
 
 Metrics = StepMetrics | Evaluated
 
@@ -155,8 +155,8 @@ def perplexity(loss: float) -> float:
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
-    """Return tag to value, for an axis of iterations; what was not measured is left out. `iteration-time` is in
-    seconds."""
+    """Return tag to value, for an axis of iterations; values that were not measured are left out. `iteration-time` is
+    in seconds."""
     if isinstance(metrics, ValidationMetrics):
         losses = {"": metrics.validation_loss, **{f"-{source.suffix}": source.loss for source in metrics.sources}}
         return {

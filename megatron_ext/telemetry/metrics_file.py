@@ -50,7 +50,7 @@ class MetricsFile:
         self.write_row(as_row(metrics))
 
     def write_row(self, row: Mapping[str, Any]) -> None:
-        """Write one row, which has an iteration. Where somebody has removed the file, it is begun anew.
+        """Write one row, which has an iteration. If the file was removed, a new one is begun.
 
         Raises:
             StorageError: the file cannot be written (disk full, a vanished mount).
@@ -86,7 +86,7 @@ def drop_after(path: Path, iteration: int) -> None:
     """Remove the rows past `iteration` and a torn last line; lines that are no rows stay, for they are not ours.
 
     Raises:
-        DataError: no line is a row, which makes it somebody's other file.
+        DataError: no line is a row, so that it is another file than a metrics file.
     """
     if path.is_file():
         lines = read_lines(path, HAS_ITERATION)

@@ -84,15 +84,15 @@ class TorchTrace:
 
 
 def open_range(config: Config) -> OpenRange | None:
-    """Return what opens a named range in the trace that the flags ask for; None where they ask for none."""
+    """Return a function that opens a named range in the trace; None without --profile."""
     if not config.profiling.profile:
         return None
     return record_function if config.profiling.use_pytorch_profiler else nvtx.range
 
 
 class NsightCapture:
-    """Marks what `nsys profile --capture-range=cudaProfilerApi` records; without nsys around the program, nothing is
-    recorded."""
+    """Marks the range that `nsys profile --capture-range=cudaProfilerApi` records; without nsys around the program,
+    nothing is recorded."""
 
     def __init__(self, device: Device, *, shapes: bool, ranges: bool):
         self._device = device

@@ -1,19 +1,19 @@
 """Finds ranks that compute longer than others which do the same work: a hot GPU, a busy machine, a bad memory.
 
-A slow rank makes all others wait, and so all steps are equally long on all ranks. What differs is the time that a rank
-computes, which is what is compared: between the ranks of one pipeline stage, which hold equally many layers and take
-equally many samples. A stage with a single rank is compared with nobody. The ratio of a step is a rank's time over the
-median of its peers'.
+A slow rank makes all others wait, and so all steps are equally long on all ranks. Only the time that a rank computes
+differs, so it is compared: between the ranks of one pipeline stage, which hold equally many layers and take equally
+many samples. A stage with a single rank is not compared. The ratio of a step is a rank's time over the median of its
+peers'.
 
-A rank is named that computes slowly: its own time was 8% longer in 11 of the last 16 steps, and 18% and 1 ms longer by
-the median of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps; where ranks had a
-third of a core each, one was after 26 (docs/decisions.md). Steps that are slow here or there, as by Python's garbage
-collector, flag nobody. It is slow until fewer than 8 of 16 steps are, whatever the speed of its core.
+A rank is named as slow if its own time was 8% longer in 11 of the last 16 steps, and 18% and 1 ms longer by the median
+of these steps. A rank that has become 1.3 times as slow is found after 11 to 16 steps; where ranks had a third of a
+core each, one was after 26 (docs/decisions.md). Single slow steps, for instance by Python's garbage collector, flag no
+rank. It is slow until fewer than 8 of 16 steps are, whatever the speed of its core.
 
-A rank's own time is that in which others did not have its core, put right for the speed of that core. Where the
+A rank's own time is the time in which no other process had its core, corrected for the speed of that core. Where the
 device's fixed loop took more than 1.1 times as long as on the peers' cores, the own time is divided by that ratio to
-the power of 0.75. Cores of a virtual machine change their speed for a second or longer, with what the host runs next to
-them: the loop then takes 1.6 times as long, and a step of a small model 1.3 times (docs/decisions.md). Nobody is named
+the power of 0.75. Cores of a virtual machine change their speed for a second or longer, with the other load of the
+host: the loop then takes 1.6 times as long, and a step of a small model 1.3 times (docs/decisions.md). No rank is named
 for such a second.
 """
 
@@ -37,7 +37,7 @@ class Slowness:
     """Its time over the median of its peers'; the median over steps."""
 
     seconds: float
-    """Its time of a step; the median."""
+    """The rank's seconds of a step; the median."""
 
     peers_seconds: float
     """The median of its peers' times; the median over steps."""

@@ -1,7 +1,8 @@
 """Writes to TensorBoard, with Megatron-LM's tags.
 
-Resuming removes what lies past the checkpoint from the event files. TensorBoard's own `purge_step` cannot do that here:
-it hides every tag's points from one number on, but some of ours are shown against iterations and some against samples.
+A resume removes the points past the checkpoint from the event files. TensorBoard's own `purge_step` cannot do that
+here: it hides every tag's points from one number on, but some of ours are shown against iterations and some against
+samples.
 """
 
 import os
@@ -32,7 +33,7 @@ class TensorBoardWriter:
     def __init__(self, folder: str | Path, loaded_iteration: int, loaded_samples: int):
         """Open the folder to go on after a checkpoint: later points in it are removed.
 
-        A fresh start (0 and 0) only hides the points of an earlier run there: nothing of it is deleted.
+        A fresh start (0 and 0) only hides the points of an earlier run in the folder: nothing is deleted.
 
         Raises:
             StorageError: the folder cannot be written.
@@ -106,9 +107,9 @@ def _as_markdown(sample: Sample) -> str:
 def drop_after(folder: Path, iteration: int, samples: int) -> None:
     """Remove points past `iteration`, or past `samples` for the tags against samples, from every event file.
 
-    A record torn by a kill, or that is no event, and what follows it, goes too: TensorBoard does not read past one.
-    A file that has nothing to remove stays as it is. Checksums are neither compared nor made: in Python that takes a
-    minute for the points of 300,000 steps, at every restart of a long run.
+    A record that was torn by a kill, or that is no event, is removed with everything after it: TensorBoard does not
+    read past it. A file that has nothing to remove stays as it is. Checksums are neither compared nor made: in Python
+    that takes a minute for the points of 300,000 steps, at every restart of a long run.
     """
     for path in sorted(folder.glob("events.out.tfevents.*")):
         keep(path, _kept(path, iteration, samples))

@@ -1,7 +1,7 @@
 """Times the parts of a step, by name.
 
 Timers have the call shape that megatron-core's schedules and optimizers expect of `config.timers`, so that with
---timing-log-level 1 or 2 the engine itself times what it does:
+--timing-log-level 1 or 2 the engine times its own operations:
 
     timers = Timers(level=1, synchronize=torch.cuda.synchronize)
     timers("optimizer", log_level=1).start()
@@ -53,7 +53,7 @@ class _Idle(Timer):
 
 
 class _Ranged(Timer):
-    """A timer that also shows as a range in a profiler's trace; `timer` is what it would be otherwise."""
+    """A timer that also shows as a range in a profiler's trace; `timer` is the timer without the range."""
 
     def __init__(self, name: str, timer: Timer, open_range: OpenRange):
         self._name = _RANGES.get(name, name)

@@ -1,10 +1,10 @@
-"""Conversations as text: a chat template (jinja) renders messages, and what an assistant wrote in it is found.
+"""Conversations as text: a chat template (jinja) renders messages, and the assistant's parts of the text are found.
 
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
     template.render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
     -> Rendered("<s>[INST] Hi [/INST] Hello </s>", [(19, 29)])
 
-A template is somebody else's program: it runs in jinja's sandbox, which keeps it from the machine, and none of its
+A template is a program of another author: it runs in jinja's sandbox, which keeps it from the machine, and none of its
 operators makes a text of over 64 MB. It is not told the date, which transformers offers as `strftime_now`: the same
 input gives the same bytes on every day. jinja2 comes with torch; it is imported where a template is. No torch here.
 """
@@ -44,7 +44,7 @@ class ChatTemplate:
     Args:
         source: the template.
         special: texts of the special tokens that the template may name, as `bos_token`.
-        what: what the template is called in messages.
+        what: the template's name in messages.
 
     Raises:
         ConfigurationError: it is no template, or jinja2 is not installed.
@@ -65,10 +65,10 @@ class ChatTemplate:
         self._marks = "generation" in environment.parsed_tags
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> Rendered:
-        """Return the conversation as text, and what the assistant wrote in it.
+        """Return the conversation as text, with the ranges that the assistant wrote.
 
-        Where the template says it with `{% generation %}`, that is it. Else it is what stands behind the prompt for
-        the assistant, to the end of its turn, but for the white space at the end.
+        A template with `{% generation %}` marks these ranges itself. Otherwise a range is the text after the prompt for
+        the assistant, to the end of its turn, without the white space at the end.
 
         Raises:
             DataError: the template refuses the messages, or changes earlier turns when others follow.
@@ -91,7 +91,7 @@ class ChatTemplate:
         return Rendered(text, spans)
 
     def text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        """Return what the template makes of the messages, with the marks of `{% generation %}`."""
+        """Render the messages with the template; the text keeps the marks of `{% generation %}`."""
         try:
             return self._template.render(
                 messages=list(messages),
@@ -179,7 +179,7 @@ def _environment() -> Any:
         raise ConfigurationError("a chat template needs the package jinja2: pip install jinja2") from error
 
     class Generation(Extension):
-        """{% generation %}...{% endgeneration %} leaves marks around what it surrounds."""
+        """{% generation %}...{% endgeneration %} leaves marks around the enclosed text."""
 
         tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -212,7 +212,7 @@ def _environment() -> Any:
             return super().call_binop(context, operator, left, right)
 
     environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    # What transformers offers a template.
+    # The filter and the function that transformers offers a template.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     return environment

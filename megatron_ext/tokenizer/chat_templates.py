@@ -1,7 +1,7 @@
 """The chat templates that --chat-template knows by name, in jinja.
 
-`{% generation %}` surrounds what an assistant writes, the token that ends its turn included: that is trained on. The
-formats are those of the models that the names stand for; `alpaca` is the prompt of Stanford Alpaca
+`{% generation %}` surrounds the assistant's text, the token that ends its turn included: the loss counts these tokens.
+Each name stands for the format of the models of that name; `alpaca` is the prompt of Stanford Alpaca
 (https://github.com/tatsu-lab/stanford_alpaca), for conversations of several turns as well.
 """
 

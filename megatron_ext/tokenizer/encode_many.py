@@ -6,8 +6,8 @@ kinds of text on which they are known to differ are so rare that no sample has t
 reference: if such a text can be cut between words, only some hundred characters around the place do.
 
 - Characters that this Python's Unicode version does not assign: the two programs have tables of different versions.
-- Special pieces (`special_texts`) that stand in the text. SentencePiece never finds a control piece there, gigatoken
-  does; and gigatoken takes a token marked `single_word` in the middle of a word.
+- Special pieces (`special_texts`) that stand in the text. SentencePiece never finds a control piece in a text,
+  gigatoken does; and gigatoken takes a token marked `single_word` in the middle of a word.
 """
 
 import base64
@@ -45,8 +45,10 @@ _PIECE = 512  # characters that go through the reference for one place where the
 
 @functools.cache
 def _states() -> np.ndarray:
-    """Return what is known of each code point, uint8 [0x110000]. It is looked up when it is first seen: few ever
-    are."""
+    """Return the table of code points, uint8 [0x110000]: assigned, unassigned or not looked up yet.
+
+    A code point is looked up when a text first has it: few ever are.
+    """
     return np.zeros(0x110000, np.uint8)
 
 
@@ -102,7 +104,7 @@ class SpecialPieces:
 
 
 def _any_of(texts: set[str]) -> str:
-    """Return a regular expression that finds whether any of the texts is there, as a tree of their beginnings.
+    """Return a regular expression that matches any of the texts, as a tree of their prefixes.
 
     (A plain list of 1,000 alternatives takes 1,000 comparisons at every "<" of a page.)
     """
@@ -136,7 +138,7 @@ class Guarded:
     Args:
         encoder: the fast encoder.
         reference: the encoder that it has to agree with.
-        can_be_cut: whether the ids of a text are those of its pieces if it is cut between two words.
+        can_be_cut: whether a text that is cut between two words has the ids of its pieces, one after another.
         special: the special pieces of the tokenizer.
     """
 

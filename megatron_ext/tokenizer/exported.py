@@ -6,7 +6,7 @@ tokenizer_config.json.
 
 The class is named PreTrainedTokenizerFast, so that transformers takes tokenizer.json as it is: under the name of a
 model's own class (LlamaTokenizer, GPT2Tokenizer) it would build another pipeline from the vocabulary. Nothing is put
-before or after a text, because training puts nothing there.
+before or after a text, because training adds nothing either.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The flags that choose a tokenizer, for the programs in tools/: those of pretrain_gpt.py, from the same schema."""
+"""The tokenizer flags of pretrain_gpt.py, from the same schema, for the programs in tools/."""
 
 import argparse
 import functools

@@ -3,9 +3,9 @@
     text -> charsmap -> extra spaces -> dummy prefix -> "▁" for " " -> BPE or unigram over the whole text
 
 SentencePiece scores pieces where `tokenizers` ranks merges, and finds only ordinary pieces in a text, where
-`tokenizers` finds every entry. What follows from that is here. Two differences remain, which the check of an export
-finds where they matter: the library applies a charsmap (nmt_nfkc and the like) to whole grapheme clusters, and it adds
-the scores of a unigram model in 64 bits, SentencePiece in 32.
+`tokenizers` finds every entry. This file makes up for both. Two differences remain, which the check of an export finds
+where they matter: the library applies a charsmap (nmt_nfkc and the like) to whole grapheme clusters, and it adds the
+scores of a unigram model in 64 bits, SentencePiece in 32.
 
 Reads a SentencePiece model file (unigram or BPE).
 """
@@ -171,8 +171,8 @@ def _bpe(proto: Any, pieces: list[str], kinds: list[int]) -> models.BPE:
 
 
 def _unigram(proto: Any, pieces: list[str], kinds: list[int]) -> models.Unigram:
-    """Return the unigram model, with scores as in SentencePiece's unigram_model.cc; what is never found in a text gets
-    one that never wins."""
+    """Return the unigram model, with scores as in SentencePiece's unigram_model.cc; pieces that are never found in a
+    text get a score that never wins."""
     normal = [piece.score for piece in proto.pieces if piece.type == _NORMAL]
     never = min(normal) - 1000.0  # only unknown characters are worse, and no path can avoid those
     highest = max(normal)
@@ -244,5 +244,5 @@ class SentencePieceTokenizer:
         return self._processor.id_to_piece(id)
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other."""
+        """Return type and SHA-256 digest, which tell this tokenizer from any other."""
         return {"type": "SentencePieceTokenizer", "sha256": self._digest}

@@ -71,7 +71,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         """Id of the token that begins a text; None where the folder names none."""
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other."""
+        """Return type and SHA-256 digest, which tell this tokenizer from any other."""
         return {"type": "HuggingFaceTokenizer", "sha256": self._digest}
 
     def _read(self, name: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Holds what the tokenizers that run on the library `tokenizers` share.
+"""The common base of the tokenizers that run on the library `tokenizers`.
 
 GPT-2's byte-level BPE is read from its two files: vocab.json (token -> id) and merges.txt (one merge a line).
 """
@@ -23,7 +23,7 @@ _MOST_HOLES = 1 << 18  # next to twice the entries; some vocabularies keep a few
 
 
 class LibraryTokenizer:
-    """A tokenizer that is a `tokenizers.Tokenizer`; a subclass loads it and says what ends a document.
+    """A tokenizer that is a `tokenizers.Tokenizer`; a subclass loads it and names the token that ends a document.
 
     Args:
         model: the loaded tokenizer, which this takes over.
@@ -92,8 +92,8 @@ class LibraryTokenizer:
         )
 
     def splits_between_words(self) -> bool:
-        """Return whether the ids of a text are those of its pieces if it is cut between two ASCII words, before the
-        space.
+        """Return whether a text that is cut between two ASCII words, before the space, has the ids of its pieces, one
+        after another.
 
         This holds for GPT-2's byte-level BPE: no normalizer, its own pattern, nothing added around a text, and no token
         that is found in a text before with a space in or around it.
@@ -176,5 +176,5 @@ class GPT2BPETokenizer(LibraryTokenizer):
         self._digest = digest.hexdigest()
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other."""
+        """Return type and SHA-256 digest, which tell this tokenizer from any other."""
         return {"type": "GPT2BPETokenizer", "sha256": self._digest}

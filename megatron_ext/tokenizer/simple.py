@@ -21,7 +21,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="replace")
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other."""
+        """Return the type, which tells this tokenizer from any other."""
         return {"type": "ByteTokenizer"}
 
 
@@ -41,5 +41,5 @@ class NullTokenizer:
         return " ".join(str(i) for i in ids)
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other."""
+        """Return type and vocabulary size, which tell this tokenizer from any other."""
         return {"type": "NullTokenizer", "vocab_size": self.vocab_size}

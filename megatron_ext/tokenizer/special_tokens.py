@@ -20,7 +20,7 @@ Token = str | AddedToken
 
 
 class SpecialTokens:
-    """What a folder says about its special tokens.
+    """Special tokens that the files of a tokenizer folder declare.
 
     Args:
         settings: content of tokenizer_config.json.

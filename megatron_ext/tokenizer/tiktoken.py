@@ -130,7 +130,7 @@ class TikTokenizer:
         return not any(" " in text for text in self._special)
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other."""
+        """Return type and SHA-256 digest, which tell this tokenizer from any other."""
         return {"type": "TikTokenizer", "sha256": self._digest}
 
 

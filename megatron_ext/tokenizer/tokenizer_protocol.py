@@ -1,4 +1,4 @@
-"""Defines what every tokenizer offers.
+"""The protocol that every tokenizer implements.
 
 A text is a string, or, where it is long, its UTF-8: Python takes four bytes a character for a text with an emoji.
 """
@@ -28,7 +28,7 @@ def beginning(text: Text, characters: int) -> str:
     """Return the first characters of a text."""
     if isinstance(text, str):
         return text[:characters]
-    # What is cut in two at the end is left out.
+    # A character that is cut in two at the end is left out.
     return text[: 4 * characters].decode("utf-8", errors="ignore")[:characters]
 
 
@@ -47,8 +47,8 @@ _BETWEEN_WORDS = re.compile(r"[a-zA-Z](?= [a-zA-Z])")
 def between_words(text: Text, size: int | None = None) -> Iterator[str]:
     """Yield the text in pieces of about `size` (default a million) characters, or longer, that begin before a word.
 
-    Byte-level BPE gives the ids of the whole if it gives those of the pieces one after another: GPT-2's pattern and
-    similar ones end a match at such a place and begin the next one there, without looking back.
+    With byte-level BPE the ids of the pieces, one after another, are the ids of the whole text: GPT-2's pattern and
+    similar ones end a match at such a cut and begin the next match after it, without looking back.
     """
     size = size or _PIECE
     rest = ""
@@ -86,9 +86,9 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; what is not valid UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         ...
 
     def identity(self) -> dict[str, str | int]:
-        """Return what tells this tokenizer from any other, whatever path it was read from: part of cache keys."""
+        """Return values that tell this tokenizer from any other, whatever path it was read from: part of cache keys."""
         ...

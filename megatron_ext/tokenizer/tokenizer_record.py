@@ -1,5 +1,5 @@
-"""Records what a manifest says of the tokenizer that made the data, and whether another tokenizer gives the same
-ids."""
+"""The tokenizer record: it describes, in a manifest, the tokenizer that made the data, and tells whether another one
+gives the same ids."""
 
 import hashlib
 from collections.abc import Mapping

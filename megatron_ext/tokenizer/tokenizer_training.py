@@ -25,8 +25,8 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
     `<|endoftext|>`, which ends a document.
 
     Raises:
-        ConfigurationError: there are fewer entries than 256 bytes and the special token, or too little text for so
-            many.
+        ConfigurationError: the vocabulary size is below 257 (256 bytes and the special token), or the text is too
+            little for it.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -63,7 +63,7 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, folder: Path, model_type: str) -> None:
     """Train a SentencePiece model, `model_type` "bpe" or "unigram", and write tokenizer.model.
 
-    Text goes in as it is (no normalization, spaces kept); what has no piece is encoded as bytes.
+    Text goes in as it is (no normalization, spaces kept); text without a piece is encoded as bytes.
 
     Raises:
         ConfigurationError: SentencePiece refuses, mostly for a vocabulary that the text is too small for.

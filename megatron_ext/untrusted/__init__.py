@@ -1,1 +1,1 @@
-"""Bounded readers of what anybody may have written: text, files of a folder, pickles. Nothing in it is executed."""
+"""Bounded readers of untrusted input: text, files of a folder, pickles. Nothing in it is executed."""

@@ -1,10 +1,10 @@
-"""A pickle is read as data: what it asks to be called or imported is written down, and nothing of it ever happens.
+"""A pickle is read as data: the calls and imports that it asks for are recorded, and never made.
 
     content = read(b"...", allowed={("torch", "Size")})
     content.kind.name, content.args, content.state     # of a Made
 
-Python's unpickler calls what a pickle tells it to call, and sets attributes of whatever it finds on its stack, classes
-included: to hand it only harmless classes is not enough. Here the opcodes are followed by a machine that has nothing to
+Python's unpickler calls any function that a pickle names, and sets attributes of any object on its stack, classes
+included: to give it only harmless classes is not enough. Here the opcodes are followed by a machine that has nothing to
 call. A class becomes its name (`Global`), an object a record of how it would have been made (`Made`); the caller makes
 real objects of these, and checks every value. Opcodes that torch, megatron-core and Python's pickler (protocols 2 to 5)
 do not write for such objects are refused. This needs no torch.
@@ -36,14 +36,14 @@ class Made:
     kind: Global
     args: tuple[Any, ...]
     state: Any = None
-    """What its `__setstate__` would have been given; None where it was not called."""
+    """The argument with which `__setstate__` would be called; None if it would not be called."""
     items: list[Any] = field(default_factory=list)
     """(key, value) pairs that were set, or values that were appended."""
 
 
 @dataclass(eq=False, slots=True)
 class Stored:
-    """Stands for what lies outside of the pickle: a tensor's elements."""
+    """Stands for data outside of the pickle: a tensor's elements."""
 
     place: Any
 
@@ -65,7 +65,7 @@ def read(content: bytes, allowed: Collection[tuple[str, str]] | None, *, stored:
 
 
 def plain_text(value: object) -> str:
-    """Return a value as text for a message: short, in ASCII, and without following what it holds."""
+    """Return a value as text for a message: short, in ASCII, and without following its contents."""
     return ascii(value)[:100] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
@@ -271,11 +271,12 @@ _STEPS: dict[bytes, tuple[Any, ...]] = {
     pickle.BUILD: ("build",),
     pickle.BINPERSID: ("persistent",),
 }
-"""The method of each opcode, with what is given to it."""
+"""The method of each opcode, with its arguments."""
 
 
 def _checked_key(key: Any) -> Any:
-    """Return a key whose hash does not follow what it holds (which may be deep) and is not chosen to meet others'."""
+    """Return a key after a check that its hash does not depend on its contents (which may be deep) and cannot be chosen
+    to collide with other keys'."""
     if type(key) in (str, bool, float, Made, Global) or key is None or (type(key) is int and abs(key) < _LARGEST_KEY):
         return key
     raise pickle.UnpicklingError(f"has {plain_text(key)} for a key")

@@ -1,9 +1,9 @@
-"""Reads metrics files, and other files of JSON lines with an iteration, which anybody may have written.
+"""Reads metrics files, and other files of JSON lines with an iteration, from untrusted sources.
 
     for row in read_rows("out/metrics.jsonl"):
         row["iteration"]
 
-A line that is no such row is named in a warning and left out; what follows the last newline was torn by a kill.
+A line that is no such row is named in a warning and left out; text after the last newline was torn by a kill.
 """
 
 import os

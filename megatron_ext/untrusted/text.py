@@ -1,11 +1,11 @@
-"""Reads files that anybody may have written, and JSON: parsed only where it is of a reasonable size and depth.
+"""Reads untrusted files, and JSON: it is parsed only if its size and depth are reasonable.
 
     values = load_json(read_file(path, most=1 << 20))
 
 A parser that calls itself for every level ends the process when the levels are many. That is found before anything is
 built, by reading the text once as brackets. YAML is read by `yaml_text.py`.
 
-What a parsed value has to be is said by a check, which names the first part that is something else:
+A check describes the required parsed value, and names the first part that differs:
 
     check = fields({"iteration": integer()}, {"tasks": mapping(number)})
     check({"iteration": 3, "tasks": {"a": "b"}})      # TextError: tasks: a: 'b' is no number
@@ -33,7 +33,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 
 class TextError(ValueError):
-    """Raised where the text is not what it should be."""
+    """Raised where the text is not as required."""
 
 
 class ExcessiveError(TextError):
@@ -44,8 +44,8 @@ def read_file(path: str | os.PathLike[str], most: int, *, pipes: bool = False) -
     """Return the content of a file of at most so many bytes.
 
     Args:
-        pipes: whether it may be something else than a regular file, as the shell's `<(...)`; but not a pipe that has a
-            name, to which perhaps nobody ever writes.
+        pipes: whether it may be something else than a regular file, as the shell's `<(...)`; but not a named pipe,
+            which may never get a writer.
     Raises:
         ExcessiveError: the file has more bytes, or is no regular file.
         OSError: the file cannot be read.
@@ -80,7 +80,7 @@ def load_json(content: bytes) -> Any:
 
 
 def _is_named_pipe(path: str | os.PathLike[str]) -> bool:
-    """Return whether a pipe lies there. One of `<(...)` is none: it leads to /proc/N/fd/pipe:[N], which is no path."""
+    """Return whether a path is a named pipe. `<(...)` is not: it leads to /proc/N/fd/pipe:[N], which is no path."""
     return Path(os.path.realpath(path)).is_fifo()
 
 
@@ -104,7 +104,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def twice(names: set[str]) -> TextError:
-    """Return the error that says which keys stand twice in one mapping."""
+    """Return an error that names the keys that stand twice in one mapping."""
     return TextError(f"named twice: {', '.join(sorted(names)) or 'a key of many'}")
 
 
@@ -122,13 +122,13 @@ def number(value: Any) -> None:
 
 
 def boolean(value: Any) -> None:
-    """Take true and false."""
+    """Check that a value is true or false."""
     if type(value) is not bool:
         raise _error(value, "neither true nor false")
 
 
 def finite(least: float, most: float) -> Check:
-    """Take a number from `least` to `most`."""
+    """Return a check of a number from `least` to `most`."""
 
     def check(value: Any) -> None:
         number(value)
@@ -139,7 +139,7 @@ def finite(least: float, most: float) -> Check:
 
 
 def integer(least: int = 0, most: int = LARGEST) -> Check:
-    """Take an integer from `least` to `most`."""
+    """Return a check of an integer from `least` to `most`."""
 
     def check(value: Any) -> None:
         if type(value) is not int or not least <= value <= most:
@@ -149,7 +149,7 @@ def integer(least: int = 0, most: int = LARGEST) -> Check:
 
 
 def text(most: int) -> Check:
-    """Take a text of at most so many characters."""
+    """Return a check of a text of at most `most` characters."""
 
     def check(value: Any) -> None:
         if type(value) is not str or len(value) > most:
@@ -159,12 +159,12 @@ def text(most: int) -> Check:
 
 
 def or_null(check: Check) -> Check:
-    """Take null, and what `check` takes."""
+    """Return a check of null, or of a value that `check` accepts."""
     return lambda value: None if value is None else check(value)
 
 
 def items(check: Check, most: int) -> Check:
-    """Take a list of at most so many values that `check` takes."""
+    """Return a check of a list of at most `most` values that `check` accepts."""
 
     def check_items(value: Any) -> None:
         if type(value) is not list or len(value) > most:
@@ -176,7 +176,7 @@ def items(check: Check, most: int) -> Check:
 
 
 def mapping(check: Check, most: int = 1000) -> Check:
-    """Take an object of at most so many keys whose values `check` takes."""
+    """Return a check of an object of at most `most` keys, with values that `check` accepts."""
 
     def check_mapping(value: Any) -> None:
         if type(value) is not dict or len(value) > most:
@@ -188,7 +188,7 @@ def mapping(check: Check, most: int = 1000) -> Check:
 
 
 def fields(needed: Mapping[str, Check], others: Mapping[str, Check] | None = None) -> Check:
-    """Take an object with all the needed fields; others may be there, and any that are not named here."""
+    """Return a check of an object with all the needed fields; it may have the others, and any that are not named."""
     known = {**needed, **(others or {})}
 
     def check_fields(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Files of a folder that a stranger may have written: only what lies in it is opened. No torch here.
+"""Files of an untrusted folder: only files that lie in it are opened. No torch here.
 
     path = file_inside(checkpoint, "__0_0.distcp")    # named by the checkpoint's own content
     check_folder(checkpoint)                          # before the engine, which opens files by itself
@@ -49,10 +49,10 @@ def is_plain(name: object, *, nested: bool = False) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that everything in a checkpoint is a file or a folder, or a link to such that lies in it too.
+    """Check that everything in a checkpoint is a file, a folder, or a link to a file or folder in the checkpoint.
 
     Raises:
-        DataError: something else is there; the first such is named.
+        DataError: it has anything else; the error names the first.
         OSError: the folder cannot be read.
     """
     left = [folder]
@@ -66,7 +66,8 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_special(folder: Path, path: Path) -> None:
-    """Check what is neither file nor folder: a link inside of the folder may stay; one to nothing is a missing file."""
+    """Check an entry that is neither file nor folder: a link inside of the folder is accepted; a link to nothing counts
+    as a missing file."""
     if path.is_symlink():
         _check_links(folder, path, ())
     kind = _kind(path)

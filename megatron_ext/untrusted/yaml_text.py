@@ -1,10 +1,10 @@
-"""Reads YAML from files that anybody may have written: parsed only where it is of a reasonable size and depth.
+"""Reads YAML from untrusted files: it is parsed only if its size and depth are reasonable.
 
     values = load_yaml(read_file(path, most=MOST_YAML).decode())
 
-A few lines of YAML in which every list refers ten times to the one before it (a "billion laughs") stand for more
-values than any memory holds. They and too many levels are found before anything is built, by reading the text once as
-events. PyYAML is imported here and by nobody who reads JSON: `--dry-run` does without.
+A few lines of YAML in which every list refers ten times to the one before it (a "billion laughs") stand for more values
+than any memory holds. They and too many levels are found before anything is built, by reading the text once as events.
+PyYAML is imported only here: `--dry-run` does not need it.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ def _check_events(text: str) -> None:
 
 
 class _Outline:
-    """Tracks how deep a YAML text is at the current event, and how many values it has stood for until there."""
+    """Tracks the depth of a YAML text at the current event, and the number of values that it stands for so far."""
 
     def __init__(self) -> None:
         self._nodes = 0

@@ -1,1 +1,1 @@
-"""Holds what other programs and other versions call things, and what becomes of it here."""
+"""Names of options in other programs and versions, and their treatment here."""

@@ -1,7 +1,7 @@
 """Lists every option of Megatron's own command line that has no bearing here, with what happens instead, by reason.
 
-These options are about the speed, the memory or the bookkeeping of Megatron's own implementation, or ask for what is
-done here anyway: no weight that is trained and no file that is kept depends on them.
+These options are about the speed, the memory or the bookkeeping of Megatron's own implementation, or ask for behavior
+that is the only one here: no trained weight and no saved file depends on them.
 
 Flags are separated by commas: `--flag` is a switch, `--flag N` takes a value, `--flag N...` takes several. Each gets
 one warning line; `=value` asks for nothing, and passes silently. The list was read from Megatron-LM as the
@@ -441,4 +441,4 @@ SLOWER_OR_LARGER: tuple[tuple[str, str], ...] = (
         """,
     ),
 )
-"""The same notation for what would save time or memory: what is trained is the same without."""
+"""The same notation for options that would save time or memory: the training is the same without them."""

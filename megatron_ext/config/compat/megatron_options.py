@@ -3,8 +3,9 @@
 Launch scripts written for Megatron-LM name many of its roughly 850 options. None may be misread or silently dropped, so
 each is in one of four classes: supported (a field of the schema), an old spelling (`old_spellings.py`, or an alias in
 the schema), of no bearing here (`megatron_accepted.py`: one warning line says what happens instead), or refused
-(`refused/`: it would change what is trained or kept). The last two are listed with the number of values that they take.
-What earlier releases and forks had besides (`earlier_options.py`) is taken with a warning too, or refused by value.
+(`refused.py`: it would change the training or the saved files). The last two are listed with the number of values that
+they take. Options of earlier releases and forks (`old_spellings.py`) are accepted with a warning too, or refused by
+value.
 """
 
 import functools
@@ -30,11 +31,11 @@ class MegatronOption:
     """Values that ask for nothing, separated by `;`."""
     needs_value: bool = False
     costs: bool = False
-    """Whether the run is slower or larger without what it asks for."""
+    """Whether the option would make the run faster or smaller."""
 
     @property
     def warning(self) -> str:
-        """What is said where it is accepted."""
+        """The warning that a run prints when it accepts this option."""
         return f"{self.flag} {'saves' if self.costs else 'changes'} nothing here: {self.reason}"
 
     def refused_value(self, values: list[str]) -> str | None:

@@ -4,10 +4,10 @@ Other names of a flag that takes the same values, such as `--persistent-save-int
 
 Lists options of earlier releases of Megatron-LM, and of its forks, that have no bearing here.
 
-Megatron 0.19 itself does not know these any more, but scripts of other years and places are full of them. Each gets
-one warning line that says what happens instead. The notation is that of `megatron_accepted.py`; `--flag [N]` may take a
-value. The list is from memory of those releases and from launch scripts (tests/golden/other_launches.json): what is not
-in it is an unknown flag, which is refused or, with --allow-unknown-flags, left out.
+Megatron 0.19 itself does not know these any more, but scripts of other years and places are full of them. Each gets one
+warning line about what happens instead. The notation is as in `megatron_accepted.py`; `--flag [N]` may take a value.
+The list is from memory of those releases and from launch scripts (tests/golden/other_launches.json): any other flag is
+unknown: it is refused or, with --allow-unknown-flags, left out.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ EARLIER_FLAGS: dict[str, tuple[str, str | None]] = {
     "--wandb-project-name": ("wandb_project", None),
     "--wandb-entity-name": ("wandb_entity", None),
 }
-"""The same for flags that Megatron no longer has, or that a fork has in the place of Megatron's."""
+"""Flag -> field and value, for flags that Megatron no longer has, or that a fork has in place of Megatron's."""
 
 _WHOLE_LAYERS = {"recompute_method": "uniform", "recompute_num_layers": 1}
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "--num-key-value-heads": {"group_query_attention": True},
     "--num-attention-heads-kv": {"group_query_attention": True},
 }
-"""Old spelling -> what it stands for besides, by field, where no flag says otherwise."""
+"""Old spelling -> values of further fields that it implies, unless a flag sets them."""
 
 VALUES: dict[tuple[str, str], tuple[str, str | None]] = {
     ("tokenizer_type", "Llama2Tokenizer"): ("SentencePieceTokenizer", None),
@@ -77,7 +77,7 @@ VALUES: dict[tuple[str, str], tuple[str, str | None]] = {
         for other in ("torch", "torch_dcp", "fsdp_dtensor", "zarr")
     },
 }
-"""Field and value -> the value that is taken, and, where that does something else to the same end, what it does."""
+"""Field and value -> the value that is taken instead, and, where that works differently to the same end, how."""
 
 VALUES_OF_FORKS: dict[tuple[str, str], tuple[str, str | None]] = {
     ("normalization", "rmsnorm"): ("RMSNorm", None),
@@ -92,7 +92,7 @@ VALUES_OF_FORKS: dict[tuple[str, str], tuple[str, str | None]] = {
     ("cp_comm_type", "kvallgather_cp_algo"): ("all_gather", None),
     ("cp_comm_type", "hybrid_cp_algo"): ("p2p", "keys go around one ring of all context-parallel ranks, as with p2p"),
 }
-"""The same for values that Megatron itself does not know."""
+"""Field and value -> the value that is taken instead, for values that Megatron itself does not know."""
 
 
 def find(flag: str) -> tuple[str, str | None] | None:
@@ -102,8 +102,8 @@ def find(flag: str) -> tuple[str, str | None] | None:
 
 
 def taken_value(field: str, text: str) -> tuple[str, str | None]:
-    """Return the value that stands for a text (itself, where it is no old spelling), and what happens instead of what
-    it says; None where that is the same.
+    """Return the value that is taken for a text (the text itself if it is no old spelling), and how that value works
+    differently; None if it does not.
 
     `taken_value("tokenizer_type", "Llama2Tokenizer")` is `("SentencePieceTokenizer", None)`: Megatron 0.19 builds one
     and the same tokenizer for both.
@@ -314,7 +314,7 @@ SLOWER_OR_LARGER: tuple[tuple[str, str], ...] = (
         """,
     ),
 )
-"""The same notation for what would save time or memory: what is trained is the same without."""
+"""The same notation for options that would save time or memory: the training is the same without them."""
 
 REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
     (
@@ -403,4 +403,4 @@ REFUSED_OF_FORKS: tuple[tuple[str, str], ...] = (
         """,
     ),
 )
-"""The same notation for what forks have besides, and what would change what is trained; `=value` asks for nothing."""
+"""The same notation for options of forks that would change the training; `=value` asks for nothing."""

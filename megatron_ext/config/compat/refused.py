@@ -1,6 +1,6 @@
 """Lists every option of Megatron's own command line that is refused, with what to use instead, by reason.
 
-What is refused would change what is trained or what is kept, and is not built.
+A refused option would change the training or the saved files, and is not built.
 
 Flags are separated by commas: `--flag` is a switch, `--flag N` takes a value, `--flag N...` takes several. `=value` is
 Megatron's default, or another value that asks for nothing: that one passes. The list was read from Megatron-LM as the
@@ -243,7 +243,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --chat-template N
         """,
     ),
-    # What happens next to the steps: checks, measurements, evaluation, checkpoints.
+    # Options of work next to the steps: checks, measurements, evaluation, checkpoints.
     (
         "no process is killed or slowed down on purpose; use --error-injection-rate, or leave it out",
         """

@@ -1,1 +1,1 @@
-"""Computes what follows from a resolved configuration: batches, ranks, stages, optimizer traits."""
+"""Values derived from a resolved configuration: batches, ranks, stages, optimizer traits."""

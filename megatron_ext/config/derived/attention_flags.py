@@ -1,4 +1,4 @@
-"""Says where `--attention-backend` and `--flash-attention-version` choose what computes attention.
+"""Says where `--attention-backend` and `--flash-attention-version` choose the attention kernel.
 
 They choose among torch's kernels over whole sequences. Documents, and parts of sequences, have kernels that are called
 by name; Transformer Engine chooses among its own, to which both flags are handed.
@@ -30,7 +30,7 @@ STRETCH_FLAGS = (
     *("no_yarn_correction_range_round_to_int", "rotary_attention_factor"),
     *("longrope_short_factor", "longrope_long_factor"),
 )
-"""Fields that say more of --rope-type."""
+"""Fields that configure --rope-type further."""
 
 FLAGS = ("attention_backend", "flash_attention_version")
 """Fields of the flags."""

@@ -170,7 +170,7 @@ def training_steps(config: Config) -> int:
 
 
 def training_samples(config: Config) -> int:
-    """Return the samples of the whole run: --train-samples, or those of --train-iters."""
+    """Return the samples of the whole run: --train-samples, or the samples of --train-iters iterations."""
     samples, steps = config.training.train_samples, config.training.train_iters
     return samples_at_iteration(config, steps or 0) if samples is None else samples
 

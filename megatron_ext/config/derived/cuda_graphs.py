@@ -1,10 +1,11 @@
-"""Says what stands in the way of `--cuda-graph-impl full_iteration`.
+"""Finds the obstacles to `--cuda-graph-impl full_iteration`.
 
 Graphs are a matter of speed alone: a run that cannot have them goes on without, and one warning says why.
 
-A replay repeats kernels on the tensors of the capture, and nothing else (`train/captured_passes.py`): whatever differs
-from step to step, or is decided in Python, cannot be replayed, or was not shown to. The resolved configuration holds
-the answer: its `cuda_graph_impl` is "full_iteration" where passes are captured, and "none" in all other runs.
+A replay repeats kernels on the tensors of the capture, and nothing else (`train/captured_passes.py`): operations that
+differ from step to step, or are decided in Python, cannot be replayed, or have not been tested. The resolved
+configuration holds the answer: its `cuda_graph_impl` is "full_iteration" where passes are captured, and "none" in all
+other runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +28,10 @@ def without_graphs(config: Config) -> Config:
 
 
 def graphs_warning(in_the_way: Sequence[str]) -> str:
-    """Return what a run says that was to have graphs and has none.
+    """Return the warning of a run that asks for CUDA graphs and runs without them.
 
     Args:
-        in_the_way: what is in the way, each with why and what to change.
+        in_the_way: the obstacles, each with its reason and the change that removes it.
     """
     return (
         f"--cuda-graph-impl {FULL_ITERATION} changes nothing here: steps run without CUDA graphs, and compute the "
@@ -39,7 +40,7 @@ def graphs_warning(in_the_way: Sequence[str]) -> str:
 
 
 def obstacles(config: Config, *, on_cpu: bool, uncapturing_torch: str | None) -> list[str]:
-    """Return everything that keeps steps from being captured, each with what to change; empty where nothing does.
+    """Return the obstacles to a capture of steps, each with the change that removes it; empty without any.
 
     Args:
         config: all other flags, resolved.

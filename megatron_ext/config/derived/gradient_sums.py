@@ -7,7 +7,8 @@ from megatron_ext.config.schema import Config
 
 
 def obstacles(config: Config) -> Iterator[str]:
-    """Yield why products of a configuration cannot add, each a sentence for whoever asks for it."""
+    """Yield the reasons why products of a configuration cannot add to gradients, each a sentence for the user who asks
+    for it."""
     for flag in config.layout.flags_that_divide_weights:
         yield (
             f"--gradient-accumulation-fusion adds to the main gradients of whole weights, and under {flag} there "

@@ -9,11 +9,11 @@ FIELDS = ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_fre
 """Fields of the model that are read here. One value may be written in several ways."""
 
 ATTENTION, MLP, EXPERTS = "*", "-", "E"
-"""What a layer of --hybrid-layer-pattern is, alone: attention, an MLP, experts; plugins bring more letters with their
-mixers (`parts/kinds.py`)."""
+"""Letters of --hybrid-layer-pattern, each for a layer that is attention, an MLP or experts alone; plugins bring more
+letters with their mixers (`parts/kinds.py`)."""
 
 PIPE = "|"
-"""Where a chunk of the pipeline ends there."""
+"""Character of --hybrid-layer-pattern at which a chunk of the pipeline ends."""
 
 _LONGEST, _MOST_LAYERS = 1000, 100_000  # characters of a pattern, and layers in it
 
@@ -71,7 +71,8 @@ def is_dealt(
 
 
 def _value(node: ast.AST) -> int | list[int] | None:
-    """Return a number, a list of numbers, lists one after another, or a list so many times; None for anything else."""
+    """Return the value of a number, of a list of numbers, of a sum of lists or of a list times a number; None for
+    anything else."""
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return number

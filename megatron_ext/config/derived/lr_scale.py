@@ -4,11 +4,11 @@
     sqrt      lr x sqrt(batch / base)       Krizhevsky 2014 (arXiv:1404.5997); for Adam
                                             Malladi et al. 2022 (arXiv:2205.10287)
 
-The batch counts, never the number of ranks: those of one tensor-, context- or pipeline-parallel group see the same
-samples.
+The global batch counts, never the number of ranks: the ranks of one tensor-, context- or pipeline-parallel group see
+the same samples.
 
 A resolved configuration holds the scaled rates, and its own global batch as the base: resolving it again changes
-nothing, and another global batch scales from there.
+nothing, and another global batch scales the rates from this base.
 """
 
 import math
@@ -22,12 +22,13 @@ FLAGS = ("lr_scale_rule", "lr_scale_base_batch_size")
 
 
 def factor(rule: str, base: int, batch: int) -> float:
-    """Return what a learning rate found with `base` samples in a step is multiplied by, for `batch` samples."""
+    """Return the factor that scales a learning rate found with `base` samples a step to `batch` samples a step."""
     return {"none": 1.0, "linear": batch / base, "sqrt": math.sqrt(batch / base)}[rule]
 
 
 def scale(values: dict[str, Any]) -> None:
-    """Scale the rates among `values`, by field name, in place; do nothing where what it takes is missing or wrong."""
+    """Scale the rates among `values`, by field name, in place; do nothing where a value that it needs is missing or
+    wrong."""
     rule = values.get("lr_scale_rule", "none")
     base, batch = values.get("lr_scale_base_batch_size"), values.get("global_batch_size")
     if rule == "none" or base is None or batch is None or min(base, batch) < 1:

@@ -1,7 +1,7 @@
-"""What Muon's Newton-Schulz iteration multiplies by, and the size of its updates, as Megatron-LM's flags name them.
+"""Coefficients of Muon's Newton-Schulz iteration, and scales of its updates, as Megatron-LM's flags name them.
 
 An iteration takes a matrix X, whose norm is at most 1, to a X + (b X X^T + c (X X^T)^2) X: its singular values go to
-about 1, its singular vectors stay. Values and rules are those of the package emerging-optimizers 0.3.
+about 1, its singular vectors stay. Coefficients and scales are as in the package emerging-optimizers 0.3.
 """
 
 from itertools import chain, cycle, islice, repeat
@@ -38,7 +38,7 @@ SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 
 
 def coefficients(kind: str, steps: int) -> list[Coefficients]:
-    """Return those of each of so many iterations: after the last they begin anew, or the last stays."""
+    """Return the coefficients of each of `steps` iterations: a short list begins anew, or its last ones stay."""
     if kind in _CYCLED:
         return list(islice(cycle(_CYCLED[kind]), steps))
     return list(islice(chain(_CONVERGING[kind], repeat(_CONVERGING[kind][-1])), steps))
@@ -50,8 +50,10 @@ def made_for(kind: str) -> int:
 
 
 def mismatch(kind: str, steps: int) -> str | None:
-    """Return what becomes of a list of coefficients that is made for another number of iterations; None where the list
-    fits. One of `polar_express` is the best for its iteration, however many follow."""
+    """Return how a list of coefficients made for another number of iterations is used; None where the list fits.
+
+    The list of `polar_express` always fits: its coefficients are the best for their iteration, however many follow.
+    """
     whole = made_for(kind)
     if kind == "polar_express" or (steps % whole == 0 if kind in _CYCLED else steps == whole):
         return None
@@ -63,9 +65,11 @@ def mismatch(kind: str, steps: int) -> str | None:
 
 
 def scale(mode: str, rows: int, columns: int) -> float:
-    """Return what an update with singular values of 1 is multiplied by: with `spectral` its elements have, as Adam's,
-    the same size in every matrix (arXiv:2502.16982, section 2.2), with `unit_rms_norm` its outputs (arXiv:2502.07529),
-    and `shape_scaling` is Muon's first rule."""
+    """Return the factor for an update with singular values of 1.
+
+    With `spectral` the elements of updates have the same size in every matrix, like Adam's (arXiv:2502.16982, section
+    2.2); with `unit_rms_norm` the outputs of updates have (arXiv:2502.07529); `shape_scaling` is Muon's first formula.
+    """
     if mode == "spectral":
         return max(rows, columns) ** 0.5
     ratio = rows / columns

@@ -1,4 +1,4 @@
-"""Describes what an optimizer keeps, reads and runs in, and has the traits of the core's optimizers.
+"""Describes an optimizer's state, flags and sharding schemes, and has the traits of the core's optimizers.
 
 A new optimizer is its update as a torch optimizer and its `OptimizerTraits`, in a plugin that brings them to the
 extension point `optimizers`: building, sharding, host memory, checkpoints, `--dry-run`, the planner, rules and the
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from megatron_ext.config.derived.sharding import FLAGS, Flag
 
 StateType = Literal["float32", "bfloat16", "float16"]
-"""The type of a state, as torch names it."""
+"""Data type of a state, by torch's name."""
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DTYPES: dict[str, StateType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -26,8 +26,8 @@ AVERAGE = "average"
 class State:
     """A tensor that an optimizer keeps for every tensor that it updates, of the same shape.
 
-    What is updated is a weight, its fp32 master, or this rank's shard of either. Checkpoints hold the state whole, with
-    the weight's shape. It is divided and put into host memory together with what is updated.
+    The updated tensor is a weight, its fp32 master, or this rank's shard of either. Checkpoints hold the whole state,
+    with the weight's shape. The state is divided and offloaded to host memory together with the updated tensor.
     """
 
     name: str
@@ -42,7 +42,7 @@ class State:
     """A field of the optimizer's configuration without which, at 0, the state is not kept. None: always kept."""
 
     begins_as_weight: bool = False
-    """Whether it begins as what is updated, and not as zero."""
+    """Whether it begins as a copy of the updated tensor, and not as zero."""
 
     along: int | None = None
     """The dimension along which it is the same everywhere, -1 for all columns of a row or -2 for all rows of a column:
@@ -51,25 +51,25 @@ class State:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What the optimizer is called in another program's configuration."""
+    """Names of the optimizer in another program's configuration."""
 
     names: tuple[str, ...]
-    """Names in lower case."""
+    """The optimizer's names in the other program, in lower case."""
 
     flags: str = ""
-    """Flags for what that program takes another default for."""
+    """Flags that set the values which are defaults in the other program and not here."""
 
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """All that the program knows of one optimizer. Unless it `needs_whole_matrices`, its update must be element by
-    element, as a shard is any range."""
+    """All facts about one optimizer. Unless it `needs_whole_matrices`, its update must be element by element, as a
+    shard is any range."""
 
     name: str
-    """As `--optimizer` takes it."""
+    """The optimizer's name as a value of `--optimizer`."""
 
     title: str
-    """In messages."""
+    """The optimizer's name in messages."""
 
     torch_class: str
     """`module:class` of the torch optimizer."""
@@ -84,33 +84,33 @@ class OptimizerTraits:
     """Sharding schemes that can run it, by flag. DDP runs every optimizer."""
 
     built_as: Literal["adam", "sgd"]
-    """What megatron-core is asked to build. Where that is another, `torch_class` takes its place before the first
-    update; else the engine may take a fused kernel of Transformer Engine or apex."""
+    """The optimizer that megatron-core is asked to build. If that is another one, `torch_class` replaces it before the
+    first update; else the engine may take a fused kernel of Transformer Engine or apex."""
 
     of_elements: "OptimizerTraits | None" = None
-    """What updates, in its place, all that the catalogue updates as "element" (`Parameter.update`): embeddings, output
-    layer, norms, biases. None: it updates every parameter."""
+    """The optimizer that updates, in place of this one, parameters whose `Parameter.update` is "element": embeddings,
+    output layer, norms, biases. None: this optimizer updates every parameter."""
 
     needs_whole_matrices: bool = False
-    """Whether the update of a matrix depends on all of it. Its class is then given whole ones, or stacks of those of
-    experts, [experts, rows, columns], and a layout that has none is refused. `of_elements` updates the rest."""
+    """Whether the update of a matrix depends on all of it. The class then gets whole matrices, or stacks of experts'
+    matrices, [experts, rows, columns], and a layout without whole ones is refused. `of_elements` updates the rest."""
 
     puts_matrices_together: bool = False
-    """Whether its class computes matrices of which ranks have parts, too, by their `parallel.matrices.Matrix`. What is
-    in host memory it does not have on the device."""
+    """Whether the class also updates matrices that ranks hold in parts, by their `parallel.matrices.Matrix`. Parts in
+    host memory are out of its reach."""
 
     in_16_bits: "OptimizerTraits | None" = None
     """The traits of the class that keeps averages in bf16 or fp16, where --exp-avg-dtype or --exp-avg-sq-dtype asks for
     it; None where there is none."""
 
     is_of_ours: bool = False
-    """Whether a class of ours takes the place of what the engine builds, although the engine has the optimizer."""
+    """Whether a class of ours replaces the optimizer that the engine builds, although the engine has this optimizer."""
 
     counts_updates: bool = False
-    """Whether the update depends on the number of those before it, which checkpoints then hold."""
+    """Whether an update depends on the number of earlier updates, which checkpoints then hold."""
 
     follows_gradients: bool = False
-    """Whether its steps are as large as gradients are, and not of a size of their own, as Adam's."""
+    """Whether the size of an update is proportional to the gradients, unlike Adam's."""
 
     numbers: tuple[str, ...] = ()
     """Numbers that it keeps besides, next to the states: the same for every tensor, in checkpoints once."""
@@ -123,14 +123,14 @@ class OptimizerTraits:
     """Further options that every parameter group of `torch_class` gets."""
 
     remark: str = ""
-    """For whoever chooses among the optimizers."""
+    """A remark for users who choose among the optimizers."""
 
     elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
-    """What it is called elsewhere, by program of `foreign/`."""
+    """Names of the optimizer in other programs, by program."""
 
     @property
     def each(self) -> tuple["OptimizerTraits", ...]:
-        """The optimizers of a run: itself, and what updates other parameters in its place."""
+        """The optimizers of a run: this one, and `of_elements` if it is set."""
         return (self,) if self.of_elements is None else (self, self.of_elements)
 
     def updating(self, update: str | None) -> "OptimizerTraits":
@@ -139,13 +139,13 @@ class OptimizerTraits:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The fields of the optimizer's configuration that it alone reads."""
+        """The fields of the optimizer's configuration that only this optimizer reads."""
         fields = ((value,) if isinstance(value, str) else value for value in self.arguments.values())
         return tuple(name for names in fields for name in names)
 
     @property
     def is_the_engines(self) -> bool:
-        """Whether megatron-core has it, so that no class of ours takes the place of what it builds."""
+        """Whether megatron-core has the optimizer, so that no class of ours replaces the one that it builds."""
         return self.built_as == self.name and not self.is_of_ours
 
     @property

@@ -1,10 +1,10 @@
-"""Lists the optimizers, those of plugins too: the one place that knows more of an optimizer than its name.
+"""Lists the optimizers of the core and of plugins: the one place that knows more of an optimizer than its name.
 
     traits = traits_of(config.optimizer)
     traits.state_names(config.optimizer)       # ("exp_avg", "exp_avg_sq") for Adam
     traits.bytes_each(config.optimizer)        # 8 bytes for each element of a parameter
 
-What traits say of an optimizer is in `optimizer_traits.py`.
+The traits are documented in `optimizer_traits.py`.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ def traits_of(settings: Any) -> OptimizerTraits:
 
 
 def has_own_optimizer(saved: Mapping[str, Any]) -> bool:
-    """Return whether the values of a checkpoint's config.yaml name a user's own optimizer, which is known to the script
-    that brings it alone."""
+    """Return whether the values of a checkpoint's config.yaml name a user's own optimizer, which only the script that
+    brings it knows."""
     return "optimizer" in saved and saved["optimizer"] not in OPTIMIZERS
 
 

@@ -26,7 +26,7 @@ def is_v_shaped(layout: LayoutConfig) -> bool:
 
 
 def splits_backward(layout: LayoutConfig) -> bool:
-    """Return whether the schedule of the stages makes gradients of weights apart from those of inputs."""
+    """Return whether the pipeline schedule computes weight gradients apart from input gradients."""
     return layout.pipeline_model_parallel_size > 1 and layout.table in SPLIT_SCHEDULES
 
 
@@ -42,7 +42,7 @@ def stage_of_chunk(stage: int, chunk: int, stages: int, *, v_shaped: bool) -> in
 
 
 def read_pipeline_layout(text: str) -> list[str]:
-    """Return the chunks of a layout string, each as the letters of what it holds: "Et*2|(tt|)*2L" -> [Ett, tt, tt, L].
+    """Return the chunks of a layout string, each as the letters of its contents: "Et*2|(tt|)*2L" -> [Ett, tt, tt, L].
 
     The grammar is Megatron's: E is the embedding, t a transformer layer, m a depth of multi-token prediction, L the
     loss with all that leads to it; `|` ends a chunk; `x*n` and `(...)*n` repeat; commas mean nothing. Chunks are in the
@@ -73,7 +73,7 @@ def layer_counts(config: Config) -> list[list[int]]:
         return [counts[stage::stages] for stage in range(stages)]
     per_chunk = [_evenly(layers, chunks) for layers in _layers_per_stage(config)]
     counts = [[layers] * chunks for layers in per_chunk]
-    # The embedding is in the first chunk of all and the loss in the last: there it takes the place of a layer.
+    # The embedding is in the first chunk of all and the loss in the last, where each takes the place of a layer.
     counts[0][0] -= layout.account_for_embedding_in_pipeline_split
     counts[-1][-1] -= layout.account_for_loss_in_pipeline_split
     assert min(min(stage) for stage in counts) >= 0, "validated"
@@ -108,8 +108,8 @@ def is_uneven(counts: list[list[int]]) -> bool:
 
 
 def core_layout(counts: list[list[int]], depths: int = 0) -> list[list[str]]:
-    """Return the same split as megatron-core's PipelineParallelLayerLayout takes it: chunk by chunk, what each
-    holds; the last one has the depths of multi-token prediction."""
+    """Return the split in the form of megatron-core's PipelineParallelLayerLayout: the contents of each chunk, in
+    order; the last chunk has the depths of multi-token prediction."""
     stages, chunks = len(counts), len(counts[0])
     rows = [["decoder"] * counts[stage][chunk] for chunk in range(chunks) for stage in range(stages)]
     rows[0] = ["embedding", *rows[0]]

@@ -1,4 +1,4 @@
-"""Simulates what a table says of a pipeline (`pipeline_tables.py`)."""
+"""Simulates a pipeline that follows a table (`pipeline_tables.py`)."""
 
 import math
 from collections.abc import Container, Sequence
@@ -20,13 +20,13 @@ _BEGINNING, _NOTHING = 0, 1
 
 
 class Walk:
-    """The passes of a table, in an order in which each stands behind what it waits for, however long they take.
+    """The passes of a table in an order in which each comes after the passes it waits for, however long they take.
 
-    A pass begins when its rank is free and what it needs has arrived. Places 0 and 1 of the order are the beginning of
-    the step and what need not be waited for.
+    A pass begins when its rank is free and its input has arrived. Places 0 and 1 of the order are the beginning of the
+    step and an input that is always present.
 
     Args:
-        table: who runs what when.
+        table: the passes of each rank, in order.
         stages: number of virtual stages.
     """
 
@@ -34,8 +34,8 @@ class Walk:
         place: dict[Any, int] = {}
         ranks, at, last = [-1, -1], [0] * len(table), [_BEGINNING] * len(table)
         self._steps: list[tuple[int, int, int]] = []
-        """Of each pass the places of the one that its rank runs before and of the one of another rank that it waits
-        for, and which of the times it takes."""
+        """For each pass: the place of the previous pass of its rank, the place of the pass on another rank that it
+        waits for, and the index of its time."""
         placed = -1
         while placed < len(place):
             placed = len(place)

@@ -1,4 +1,5 @@
-"""Layout maths: which rank does what. These are pure functions of the configuration, in Megatron's rank order.
+"""Layout maths: the place of each rank on the axes. These are pure functions of the configuration, in Megatron's rank
+order.
 
 World size = tensor (TP) x context (CP) x data (DP) x pipeline (PP) parallel size. Tensor-parallel ranks are
 neighbours, so that the heaviest traffic stays inside a machine; pipeline stages are farthest apart:

@@ -1,8 +1,9 @@
-"""Describes how data-parallel ranks divide a run: what of it, by which flags, and what that cannot run with.
+"""Describes the sharding schemes: the state that data-parallel ranks divide, the flags that ask for it, and the
+configurations that do not work with it.
 
-What is divided says when it is exchanged: gradients layer by layer after each microbatch, where they are divided, or
-else in buckets after the last one; weights layer by layer for every pass, or else, where the state is divided, once a
-step. A new scheme is its flags in `schema/layout_flags.py`, its entry here, and its file in `sharding/`.
+The divided state determines when it is communicated: divided gradients layer by layer after each microbatch, others in
+buckets after the last one; divided weights layer by layer for every pass, others, where the optimizer state is divided,
+once a step. A new scheme is its flags in `schema/layout_flags.py`, its entry here, and its file in `sharding/`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,21 +20,21 @@ FSDP = FLAGS[1:]
 
 @dataclass(frozen=True, eq=False)
 class Scheme:
-    """All that the program knows of one way to divide weights, gradients and optimizer state.
+    """One way to divide weights, gradients and optimizer state over data-parallel ranks.
 
     Attributes:
         values: fields of the layout, with the values that ask for it; one is its flag.
         implementation: `module:class` of its `Sharding`.
         weights, gradients, optimizer: whether each rank keeps a part of these.
-        title: the planner's name; without one it does not choose the scheme.
+        title: the planner's name of the scheme; without a title the planner does not choose it.
         overlaps: fields of the layout that the planner sets as well.
-        divides_more: flags of what keeps less on each rank, for a run that does not fit.
-        weights_in_fp32, gradients_in_fp32: whether these are fp32, whatever is computed with.
-        between: when copies of what is divided (--num-distributed-optimizer-instances) sum their gradients: those parts
-            after each reduction, or once a step; or the whole gradients once a step.
-        own: fields of the layout that it alone reads.
+        divides_more: flags of a scheme that keeps less on each rank, for a run that does not fit.
+        weights_in_fp32, gradients_in_fp32: whether these are fp32, whatever the compute type.
+        between: when copies of the shards (--num-distributed-optimizer-instances) sum their gradients: the shards after
+            each reduction, or once a step; or the whole gradients once a step.
+        own: fields of the layout that only this scheme reads.
         ignores: fields that change nothing with it, and why.
-        cannot: yields what of a resolved configuration it does not go with, in sentences with a setting that works.
+        cannot: yields the problems of a resolved configuration with the scheme, in sentences with a setting that works.
     """
 
     values: Mapping[str, Any]

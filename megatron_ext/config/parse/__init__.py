@@ -1,1 +1,1 @@
-"""Reads what the user typed: flags, files of flags, help."""
+"""Reads the command line: flags, files of flags, help."""

@@ -5,8 +5,8 @@ and nothing is checked beyond types and choices. `read` returns the problems wit
 speak of the rest in the same round; `parse` raises them. A small parser over the schema's metadata is used rather than
 argparse, which stops at the first problem and evaluates defaults.
 
-What only some command lines need (files, the search for a slip of the pen) is imported where it is used, so that
-`--help` does not wait for it.
+Modules that only some command lines need (files, the search for misspelled flags) are imported where they are used, so
+that `--help` does not wait for them.
 """
 
 import re
@@ -35,7 +35,7 @@ _PROGRAM_VALUES = {
     "--device-memory-gb": "the memory of a device in GB, for example 80",
     "--device-name": "the name of a device, for example h100",
 }
-"""Flags of the program that take a value, and what that is."""
+"""Flags of the program that take a value, and a description of the value."""
 
 _CLOSE = 0.8  # similarity (difflib's ratio) above which an unknown name is taken for a slip of the pen
 
@@ -55,14 +55,14 @@ class Typed:
 
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
-    """What is wrong with the flags themselves; empty in what `parse` returns."""
+    """Problems of the flags themselves; empty in the result of `parse`, which raises them."""
 
     unread: frozenset[str] = frozenset()
-    """Fields that were given, but whose value could not be read, or whose flag has a slip of the pen; of a file that
-    could not be read, all that the command line does not give."""
+    """Fields that were given, but whose value could not be read, or whose flag is misspelled; for a file that could not
+    be read, all fields that the command line does not give."""
 
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """What a message says of a field that was given by another name alone, and what was typed instead."""
+    """Flag as messages write it -> flag as the user typed it, for fields that were given only by another name."""
 
     def as_typed(self, texts: Iterable[str]) -> list[str]:
         """Return messages with every flag named as it was typed."""
@@ -71,7 +71,7 @@ class Typed:
 
 @dataclass
 class _Reading:
-    """Holds the state of one parse: what was found so far, and what is wrong with it."""
+    """The state of one parse: values and problems so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
     config_path: str | None = None
@@ -83,11 +83,11 @@ class _Reading:
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     unknown: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of a name that nobody knows, and the problem that it is."""
+    """Pairs of an unknown name and the problem about it."""
     spelled: dict[str, dict[str, tuple[str, Any]]] = field(default_factory=dict)
     """Field -> name by which it was given -> how a message shows that, and the value."""
     implied: dict[str, Any] = field(default_factory=dict)
-    """Values that an old spelling stands for as well, where no flag gives others."""
+    """Values of further fields that an old spelling implies, unless a flag sets them."""
 
     def give(self, name: str, spelling: str, shown: str, value: Any) -> None:
         """Note the value of a field, given by one of its names; the last one by the same name counts."""
@@ -105,7 +105,7 @@ class _Reading:
         return problems
 
     def spellings(self) -> dict[str, str]:
-        """Return what `Typed.spellings` says of the fields that were given here."""
+        """Return `Typed.spellings` of the fields that were given here."""
         old_names = {}
         for name, by_spelling in self.spelled.items():
             flag, names = flag_of(name), [one if one.startswith("--") else flag_of(one) for one in by_spelling]
@@ -139,7 +139,7 @@ def parse(argv: Sequence[str]) -> Typed:
 
 
 def read(argv: Sequence[str]) -> Typed:
-    """Return what `parse` returns, with the problems in it instead of raised.
+    """Return the typed values as `parse` does, but with the problems in the result instead of raised.
 
     Raises:
         StorageError: this process may not read a file that gives further values.
@@ -300,7 +300,8 @@ def _read_option(reading: _Reading, flag: str, option: Option, inline: str | Non
 
 
 def _taken(reading: _Reading, flag: str, option: Option, text: str) -> str:
-    """Return the value that stands for this text, with a warning where that does something else to the same end."""
+    """Return the value that is taken for this text, with a warning where that value works differently to the same
+    end."""
     current, instead = old_spellings.taken_value(option.name, text)
     if instead is not None:
         reading.warnings.append(f"{flag} {text} changes nothing here: {instead}")

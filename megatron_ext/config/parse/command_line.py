@@ -13,10 +13,10 @@ class Translator:
     """A reader of command lines that were written for other programs."""
 
     marks: frozenset[str]
-    """Flags, with hyphens, that mean something else there than here: without one of them it is not asked."""
+    """Flags, with hyphens, that mean something else in the other program; the reader is called only if one is given."""
 
     read: str
-    """"module:function" of the reader, which returns what `read` returns."""
+    """"module:function" of the reader, which returns `Typed` as `read` does."""
 
 
 def read(argv: Sequence[str]) -> Typed:

@@ -53,7 +53,7 @@ def with_listed_data(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def _read(name: str, path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield field and words for what a file lists.
+    """Yield field and words for each list in a file.
 
     Raises:
         TextError: it is not what the flag takes.

@@ -52,9 +52,9 @@ examples:
 
 
 def about(word: str) -> str:
-    """Return the flags that have `word` in their name, group or sentence, and what becomes of others of Megatron-LM and
-    its forks that have it in their name; of several words the flags that have each of them, or else those that have the
-    most of them in their names; the nearest names where none has."""
+    """Return the flags that have `word` in their name, group or sentence, and the treatment of Megatron-LM's and its
+    forks' other options that have it in their name. With several words: the flags that have all of them, else the flags
+    with the most of them in their names, else the flags with the nearest names."""
     wanted = word.lstrip("-").replace("_", "-").lower()
     words = wanted.split()
     matching = [option for option in options() if wanted in _searched(option)]

@@ -2,8 +2,8 @@
 
     values, warnings = without_effect({"sequence_parallel": True})   # one tensor-parallel rank
 
-A flag is dropped only where what is trained and what is kept are the same with and without it. What a field needs of
-one other field stands at the field (`ReadWith`); what it needs besides stands here.
+A flag is dropped only where the training and the saved files are the same with and without it. Conditions on one other
+field stand at the field (`ReadWith`); all other conditions stand here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ _PARTS_OF_EXPERTS = ("moe_act", "shared_experts", "mla_up_proj")
 
 
 def _drop_parts_of_experts(left: dict[str, Any]) -> list[str]:
-    """Drop what is not recomputed by itself from the typed values, and return the warning, if there is one."""
+    """Drop parts of experts and latents from the typed --recompute-modules, and return the warning, if there is one."""
     parts = left.get("recompute_modules") or ()
     whole = ("moe",) if left.get("recompute_granularity") == "full" else ()
     dropped = [part for part in parts if part in (*_PARTS_OF_EXPERTS, *whole)]
@@ -106,7 +106,7 @@ _SAID_BY: dict[str, tuple[str, ...]] = {
     "tokenizer": _FROM_A_CHECKPOINT,
     "curve": ("use_checkpoint_opt_param_scheduler",),
 }
-"""What a resume does with a field -> the fields by which another file gives its value."""
+"""Resume role of a field -> the fields that name another file as the source of its value."""
 
 
 def _is_read(needed: ReadWith, values: Mapping[str, Any]) -> bool:

@@ -22,9 +22,9 @@ _TYPE_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of the schema, with what `schema.option.option` was told of it.
+    """One field of the schema, with the arguments of `schema.option.option`.
 
-    `type` is that of a single value; `many` tells whether it takes several.
+    `type` is the type of a single value; `many` tells whether the field takes several.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Option:
     """Pairs of a value of Megatron's that is none of the choices, and why."""
 
     needs: tuple[tuple[Any, Need], ...]
-    """Pairs of a value, and what it needs."""
+    """Pairs of a value and the condition that it needs."""
 
     metavar: str
     aliases: tuple[str, ...]
@@ -120,7 +120,7 @@ def options_by_name() -> dict[str, Option]:
 
 
 def counted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by field name as other fields see them: with what plugins' switches among them stand for."""
+    """Return values by field name, with the values of further fields that plugins' switches imply."""
     return {
         **values,
         **{name: value for stands_for in brought("counts_as") for name, value in stands_for(values).items()},
@@ -129,7 +129,7 @@ def counted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def names_by_resume(resume: Resume) -> tuple[str, ...]:
-    """Return the fields with which a resume does this, in the order of the schema."""
+    """Return the fields that have this resume role, in the order of the schema."""
     return tuple(option.name for option in options() if option.resume == resume)
 
 

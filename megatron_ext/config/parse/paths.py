@@ -14,7 +14,7 @@ from megatron_ext.config.parse.options import flag_of
 from megatron_ext.errors import StorageError
 
 Use = Literal["read", "folder", "written"]
-"""What a path is for: a file or folder that is read, a folder that is written in, or a file that is written."""
+"""Use of a path: a file or folder that is read, a folder in which files are written, or a file that is written."""
 
 _READ = (
     *("load", "load_hf", "data_args_path", "per_split_data_args_path", "tokenizer_model", "vocab_file", "merge_file"),
@@ -22,12 +22,12 @@ _READ = (
 )
 _FOLDERS = ("save", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "non_persistent_local_ckpt_dir")
 _FILES = ("metrics_file", "log_sample_ids", "memory_snapshot_path")
-# What a run appends to, or replaces after it has read it, in the folder of --save.
+# Files in the folder of --save that a run appends to, or replaces after it has read them.
 _IN_SAVE = ("metrics.jsonl", "latest_checkpointed_iteration.txt")
 
 
 def path_problems(values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the paths of the typed values, each with its flag; whether they exist is not asked.
+    """Return the problems of the paths in the typed values, each with its flag; a missing path is no problem.
 
     Raises:
         StorageError: the machine does not let this process look at one of them.
@@ -59,10 +59,10 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Use]]:
 
 
 def path_problem(flag: str, path: str, use: Use) -> str | None:
-    """Return what is wrong with a path, with its flag; None where nothing is, or where nothing is there.
+    """Return the problem of a path, with its flag; None if it has none, or does not exist.
 
     Raises:
-        StorageError: this process may not look at it, or not read what it is to read.
+        StorageError: this process may not look at the path, or not read a file that it is to read.
     """
     named = f"{flag} {ascii(path)[1:-1][:200]}"
     try:

@@ -69,7 +69,7 @@ def pinned_command_line() -> str:
 
 
 def flags_page() -> str:
-    """Return docs/flags.md: every flag by group, and what becomes of Megatron's other options."""
+    """Return docs/flags.md: every flag by group, and the treatment of Megatron's other options."""
     accepted = [known for known in megatron_options().values() if known.accepted]
     earlier = [known for known in earlier_options().values() if known.accepted]
     of_forks = [known for known in earlier_options().values() if not known.accepted]

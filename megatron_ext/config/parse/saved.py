@@ -24,8 +24,8 @@ def shapes_and_function() -> tuple[str, ...]:
 def read_saved(path: Path) -> dict[str, Any] | None:
     """Return the values of a checkpoint's config.yaml; None where it cannot be read, which loading will find out.
 
-    Names that are unknown here, such as those of another version, are left out. A run with a growing batch that does
-    not say how it took the iterations of its curves took them for full batches.
+    Unknown names, such as fields of another version, are left out. A run with a growing batch that does not say how it
+    counted the iterations of its curves counted them in full batches.
 
     Raises:
         ConfigurationError: the file is larger or deeper than any configuration.
@@ -54,13 +54,13 @@ def _read(option: Option, value: Any) -> Any:
 
 
 def adopt(values: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the typed values with those of the checkpoint that --use-checkpoint-args and its like ask for.
+    """Return the typed values, with the checkpoint's values that --use-checkpoint-args and similar flags ask for.
 
     A flag of the model that was typed stays, so that a rule can name it where the checkpoint has another value.
     """
     adopted = dict(values)
     if values.get("moe_use_upcycling") and saved.get("num_experts") is None:
-        adopted["finetune"] = True  # nothing but weights is there for experts
+        adopted["finetune"] = True  # the checkpoint has only weights for experts
     if values.get("use_checkpoint_args"):
         names = model_names(saved, finetune=False)
         own = "tokenizer_type" in values or values.get("no_use_tokenizer_model_from_checkpoint_args")

@@ -1,9 +1,9 @@
-"""Reads the stages of a run: --stages, a YAML file of what changes from which iteration on.
+"""Reads the stages of a run: --stages, a YAML file of flags that change at given iterations.
 
 0: {data_path: [0.7, data/web, 0.3, data/books]}
 10000: {data_path: [0.5, data/code, 0.5, data/books], seq_length: 32768, rotary_base: 500000, micro_batch_size: 1}
 
-What a stage does not name stays as it was in the stage before it, and at first as the flags say.
+A flag that a stage does not name keeps its value of the stage before, or at first of the command line.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ class Stage:
     """A range of iterations with flags of their own."""
 
     first: int
-    """Iterations before it."""
+    """Number of iterations before the stage."""
     values: Mapping[str, Any]
-    """What the flags are in it, by field name, where some stage up to it names them."""
+    """Values of the flags in this stage, by field name, for the fields that it or an earlier stage names."""
     path: str | None = None
-    """The file; None for a run without stages."""
+    """Path of the --stages file; None for a run without stages."""
 
     def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return typed values as they are in this stage."""

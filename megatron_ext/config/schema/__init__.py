@@ -19,7 +19,7 @@ from megatron_ext.registry import brought
 
 
 def _with_plugins(group: str, core: type) -> type:
-    """Return a group of the configuration with the fields of plugins after those of the core."""
+    """Return a group of the configuration with the fields of plugins after the fields of the core."""
     added = [flags for name, flags in brought("flags") if name == group]
     if not added:
         return core

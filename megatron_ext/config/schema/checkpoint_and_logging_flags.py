@@ -1,5 +1,5 @@
-"""The options of the run around the training: checkpoints, logs, where things go, and what is traced: some steps, by
-Nsight Systems or torch's profiler, and the history of GPU memory."""
+"""The options of the run around the training: checkpoints, logs and their folders, and traces: of some steps, by Nsight
+Systems or torch's profiler, and of GPU memory allocations."""
 
 from dataclasses import dataclass
 
@@ -147,7 +147,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Options of what is logged, and where to."""
+    """Options of logging: content and destinations."""
 
     log_interval: int = free(100, "Steps between two log lines.", at_least=1)
     log_format: str = free(

@@ -36,7 +36,7 @@ _OTHER_TOKENIZERS = {
     "TokenizerFromFileWithFIM": f"{_FROM_ITS_FOLDER}, and --fim-data",
     **dict.fromkeys(FOLDER_TOKENIZERS, _FROM_ITS_FOLDER),
 }
-"""Tokenizers of Megatron and of its forks that are not built, and what to use instead."""
+"""Tokenizers of Megatron and of its forks that are not built, with the ones to use instead."""
 
 
 @dataclass(frozen=True)

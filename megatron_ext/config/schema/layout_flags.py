@@ -202,7 +202,7 @@ class LayoutConfig:
 
     @property
     def sharding(self) -> Scheme:
-        """What data-parallel ranks divide."""
+        """The sharding scheme: whether data-parallel ranks divide optimizer state, gradients and weights."""
         return scheme_of(self)
 
     @property

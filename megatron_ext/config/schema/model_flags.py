@@ -30,7 +30,7 @@ _STRETCHED = [
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Options of the model, a GPT decoder. Sizes are those of the whole model, never of one rank."""
+    """Options of the model, a GPT decoder. Sizes are of the whole model, never of one rank."""
 
     num_layers: int = option(
         None, "Number of transformer layers.", resume="shape", required="12", at_least=1, at_most=10_000
@@ -768,7 +768,7 @@ class ModelConfig:
 
     @property
     def mup_width_mult(self) -> float:
-        """The hidden size over that of the model that --use-mup takes the learning rate from; 1 without."""
+        """Hidden size over --mup-base-hidden-size, the width for which --use-mup takes the learning rate; 1 without."""
         return self.hidden_size / self.mup_base_hidden_size if self.use_mup and self.mup_base_hidden_size else 1.0
 
     @property
@@ -783,15 +783,15 @@ class ModelConfig:
 
     @property
     def key_value_heads(self) -> dict[str, int]:
-        """The flags that say numbers of key/value heads, with these: of all layers, or of those without a window and of
-        those with one."""
+        """The flags that set the number of key/value heads, each with its number: for all layers, or for layers without
+        and with a window."""
         flag = "--num-query-groups" if self.group_query_attention else "--num-attention-heads"
         local = {"--num-query-groups-local": self.num_query_groups_local} if self.num_query_groups_local else {}
         return {flag: self.num_key_value_heads, **local}
 
     @property
     def softmax_types(self) -> set[str]:
-        """What the softmax of layers without a window and of those with one sums over besides the keys."""
+        """Types of softmax (terms of its sum besides the keys), of layers without and with a window."""
         return {self.softmax_type, self.softmax_type_local or self.softmax_type}
 
     @property
@@ -807,12 +807,12 @@ class ModelConfig:
 
     @property
     def expert_ffn_hidden_size(self) -> int:
-        """Width inside each expert; where nothing is said, that of the MLP that they replace."""
+        """Width inside each expert; by default the width of the MLP that the experts replace."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def load_balancing(self) -> tuple[str, ...]:
-        """What spreads tokens over experts; where nothing is said, the auxiliary loss of each microbatch."""
+        """Methods that balance tokens over experts; by default the auxiliary loss of each microbatch."""
         return self.moe_router_load_balancing_type or ("aux_loss",)
 
     @property

@@ -4,8 +4,8 @@
 name is always the field's name with hyphens; the same name (with underscores) is the key in a `--config` YAML file.
 The annotation decides the type: `bool` is a switch, `T | None` is optional, `tuple[T, ...]` takes several values.
 
-What else is known of a field stands at the field: what a resume does with it, which every field must say, its bounds,
-and what its values need of other fields. No list of names elsewhere repeats it.
+Every other fact about a field is an argument of `option` as well: its resume role, which every field must have, its
+bounds, and the values that it needs of other fields. No other list of names repeats them.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ MOST = 10**15
 """Largest integer, of whatever sign, that any flag takes: more than the tokens of any run."""
 
 Resume = Literal["shape", "function", "curve", "tokenizer", "free"]
-"""What a resume does with a field:
+"""Resume role: the effect of another value on a resume.
 
 shape: another value cannot load the weights, and is refused.
 function: another value computes something else from the same weights; it is refused without --finetune.
 curve: learning rate and weight decay follow it; --use-checkpoint-opt-param-scheduler takes the checkpoint's.
 tokenizer: --use-checkpoint-args takes the checkpoint's with the model, where no tokenizer is named.
-free: it may change: the layout, how one trains on (length, batch, dropout, the auxiliary losses), what is logged.
+free: it may change: the layout, how training continues (length, batch, dropout, the auxiliary losses), what is logged.
 """
 
 
@@ -34,38 +34,38 @@ class Need:
     field: str
     value: Any
     words: str
-    """What it means, for the message: "needs <words>, but --field is ..."."""
+    """The value in words, for the message "needs <words>, but --field is ..."."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A value that a plugin adds to the choices of a field of the core, or to what a text of it may be made of."""
+    """A value that a plugin adds to the choices of a field of the core, or to the letters that its text may have."""
 
     field: str
     value: Any
     needs: tuple[Need, ...] = ()
     words: str = ""
-    """What it stands for, in the place of `{choices}` in the help of the field."""
+    """Meaning of the value, which replaces `{choices}` in the help of the field."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadWith:
-    """What another field must be for a field to be read at all."""
+    """A condition on other fields without which a field is not read."""
 
     fields: str | tuple[str, ...]
-    """The other field; of several, any of them."""
+    """The other field, or several, of which one must meet the condition."""
     words: str
-    """Why it is not read else, for the warning: "--flag changes nothing here: <words>"."""
+    """Why the field is not read otherwise, for the warning "--flag changes nothing here: <words>"."""
     only: tuple[Any, ...] | None = None
-    """Values with which it is read; None: every value but those of `but`."""
+    """Values of the other field with which the field is read; None: every value that is not in `but`."""
     but: tuple[Any, ...] = (None, False, 0)
-    """Values with which it is not read."""
+    """Values of the other field with which the field is not read."""
     letters: str = ""
-    """Kinds of layers, in --hybrid-layer-pattern, by which it is read."""
+    """Letters of --hybrid-layer-pattern whose layers read the field."""
 
     @property
     def any_of(self) -> tuple[str, ...]:
-        """The other fields."""
+        """Names of the other fields, as a tuple."""
         return (self.fields,) if isinstance(self.fields, str) else self.fields
 
     def holds(self, field: str, value: Any) -> bool:
@@ -107,30 +107,30 @@ def option(
     Args:
         default: the value when the user says nothing; `None` on an optional field means "resolve derives it".
         help: one sentence, with the unit; shown by `--help`.
-        resume: what a resume does with it.
+        resume: the field's resume role.
         required: where the user must give it, a value that the message about a missing one names as an example.
         at_least: the least value.
-        at_most: the largest value, where it is smaller than `MOST`: of what the configuration counts one by one.
+        at_most: the largest value, if it is smaller than `MOST`: for numbers that the configuration counts one by one.
         positive: whether values must be above 0.
         share: whether values must be at least 0 and below 1.
         saves_memory: whether it only says how memory is saved: no result depends on it beyond rounding.
         choices: the accepted values, if they are a closed set; plugins may bring more (`Choice`).
-        refused: value of Megatron's that is none of them -> why not, which its message and the page of flags say.
-        needs: value -> what it cannot do without. `rules.run_rules.values_have_what_they_need` refuses it without.
+        refused: value of Megatron's that is not among the choices -> why not, for the message and the page of flags.
+        needs: value -> the values of other fields that it needs; `rules.run_rules.values_have_what_they_need` checks
+            them.
         metavar: the placeholder in `--help`.
         aliases: further spellings of the flag that Megatron accepts.
         joined: whether several words are one text, as a shell makes them of one that stands in an array.
         repeats: whether the flag may be given again, which adds values.
-        read_with: what other fields must be for this one to have an effect; without, giving it is warned of. All of
-            several must hold.
-        dropped_unread: whether the typed value is dropped where it has no effect, for rules refuse it alone. Others
-            stay as they were typed: a checkpoint may hold the same, and their values are judged in any case.
+        read_with: conditions on other fields, all of which must hold for this one to have an effect; without them, a
+            given value gets a warning.
+        dropped_unread: whether the typed value is dropped where it has no effect, because rules would refuse it by
+            itself. Other values stay as typed: a checkpoint may hold the same, and rules judge them in any case.
         packages: value -> the package that it needs; None: every value but the default needs it.
         needs_gpu: values that only a GPU can do.
-        untried_with_graphs: whether nobody has tried CUDA graphs with another value than the default.
-        computed_by_ours: whether it asks for what layers of this program's own alone compute, so that
-            --transformer-impl is local.
-        unread_on_cpu: why it changes nothing with --device cpu, where it is of what only GPUs do.
+        untried_with_graphs: whether CUDA graphs were only tried with the default.
+        computed_by_ours: whether only this program's own layers compute it, so that --transformer-impl is local.
+        unread_on_cpu: why it changes nothing with --device cpu, if only GPUs read it.
         turns_on_a_plugin: whether it has an effect only where a plugin that brings it as a switch is installed.
     """
     metadata = {

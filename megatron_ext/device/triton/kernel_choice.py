@@ -20,10 +20,10 @@ def use(on: bool) -> None:
 
 
 def take(x: torch.Tensor) -> bool:
-    """Return whether the kernels compute what is made of x.
+    """Return whether the kernels compute the operations on x.
 
-    Under torch.compile they do not: the compiler makes such kernels itself, and joins them with what comes before and
-    after.
+    Under torch.compile they do not: the compiler makes such kernels itself, and fuses them with the operations before
+    and after.
     """
     return (
         _used
@@ -43,7 +43,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     """Start a kernel on the current device, unless there is nothing to compute.
 
     Args:
-        kernel: what `triton.jit` made.
+        kernel: a function compiled by `triton.jit`.
         grid: numbers of programs, up to three; the second and the third at most 65,535.
     """
     if 0 not in grid:

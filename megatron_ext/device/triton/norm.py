@@ -3,8 +3,8 @@
 Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4; Ba et al. 2016 (arXiv:1607.06450), equation 4.
 
 The forward pass keeps x and two numbers a row. The gradient of the weight is a sum over all rows: a fixed number of
-programs each sum every n-th tile of rows, and torch adds up what they found, so that the bits do not depend on which
-program was first, nor on the GPU.
+programs each sum every n-th tile of rows, and torch adds their sums, so that the bits do not depend on which program
+was first, nor on the GPU.
 """
 
 from typing import Any
@@ -91,7 +91,7 @@ def _tile(columns: int) -> dict[str, int]:
 def _forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the norm; mean and inverse deviation, [2, rows]; and what was normalized: the sum, or x as rows."""
+    """Return the norm; mean and inverse deviation, [2, rows]; and the normalized input: the sum, or x as rows."""
     normed, given = x.new_empty(x.shape), _rows(x)
     rows, columns = given.shape
     total = given if residual is None else x.new_empty(x.shape)
@@ -113,7 +113,7 @@ def _forward(
 def _backward(
     ctx: Any, grad: torch.Tensor, of_sum: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of what was normalized, [rows, hidden], of the weight and of the bias."""
+    """Return the gradients of the normalized input, [rows, hidden], of the weight and of the bias."""
     x, statistics, weight = ctx.saved_tensors
     x = _rows(x)
     rows, columns = x.shape
@@ -197,8 +197,8 @@ def norm_backward(
 ):
     """Writes the gradient of every n-th tile of rows, and this program's sums for the weight and the bias.
 
-    What would change the norm of x itself, or its mean, has no effect: it is taken out. `of_sum` is what comes
-    to x from elsewhere.
+    The components that would change the norm of x, or its mean, have no effect and are removed. `of_sum` is the
+    gradient that x gets from its other use.
     """
     column = tl.arange(0, COLUMNS)[None, :]
     scale = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
 """SwiGLU, silu(gate) * up (Shazeer 2020, arXiv:2002.05202), of a product's two halves, and its gradient.
 
-A row may have a weight, that of the router for its token. Only the product is kept for the backward pass, which
+A row may have a weight: the router's weight for its token. Only the product is kept for the backward pass, which
 computes silu again.
 """
 
