@@ -58,7 +58,8 @@ class GatedDelta(Part):
     """Columns by which a piece of a sample multiplies the state before it; None: as many as a state has rows."""
 
     map_flops: ClassVar[float | None] = None
-    """Operations that finding these takes, over those of the outputs; None: by the columns."""
+    """Operations of computing a piece's map of the state, divided by the operations of computing the outputs; None:
+    derived from the number of columns."""
 
     sent_maps: ClassVar[str] = "4 R g D (D+V) + w (K-1) g (2D+RV)"
 
@@ -83,7 +84,7 @@ class GatedDelta(Part):
     """How far a write may go: 2 takes what was read at a key to its opposite."""
 
     kernels: str = "torch"
-    """What computes the recurrence: torch, or fla (`kernels.py`)."""
+    """Implementation of the recurrence: torch, or fla (`rule.py`)."""
 
     widest_key: ClassVar[int | None] = 256
     """Channels of a key that fla-core's kernel takes."""
@@ -289,7 +290,7 @@ class GatedDelta(Part):
         return Core(flops, 3.0, flops, self.key_size, heads * share.tokens * CHUNK)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it."""
+        """Return the piece that a gated delta rule asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
             "Transformer Engine": "which has no gated delta rule",
             "FP8": "which was never compared with another layout in gated delta rules",

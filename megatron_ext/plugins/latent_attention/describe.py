@@ -1,7 +1,7 @@
 """Describes multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are
 projected from one small vector of each token, the latent, and so may be the queries; a few channels are rotated by the
-position, and all heads share those of the key. With --position-embedding-type none nothing is rotated, and the heads
-share them all the same.
+position, and all heads share the key's rotated channels. With --position-embedding-type none nothing is rotated, and
+the heads share these channels all the same.
 
 In training it is attention with as many key heads as query heads. With T tokens of a rank, H hidden, h heads of a rank,
 D = N + P and V channels of a key and of a value head, P of them rotated, R and Q channels of the latents of keys and
@@ -40,7 +40,8 @@ INDEXER_LOSS = Number("indexer_loss", "of microbatches", "nats", "indexer loss")
 
 @dataclass(frozen=True, kw_only=True)
 class Indexer:
-    """What chooses the keys that a query attends to (DeepSeek sparse attention, arXiv:2512.02556, section 2.1)."""
+    """Indexer that chooses the keys that a query attends to (DeepSeek sparse attention, arXiv:2512.02556, section
+    2.1)."""
 
     heads: int
     head_size: int
@@ -59,10 +60,10 @@ class Indexer:
     """Weight of its loss."""
 
     learns_from_chosen: bool
-    """Whether that is over the chosen keys, and not over all."""
+    """Whether the loss is over the chosen keys, and not over all."""
 
     warms_up: bool
-    """Whether attention is over all keys, as long as it only learns."""
+    """Whether attention is over all keys: the warm-up, in which the indexer learns and chooses nothing."""
 
     @property
     def query_size(self) -> int:
@@ -117,8 +118,8 @@ class Indexer:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Attention):
-    """Attention whose keys and values, and perhaps queries, come out of latents. Names and the order of rows are those
-    of megatron-core's MLASelfAttention, whose down projections every rank has whole, as with Transformer Engine."""
+    """Attention whose keys and values, and perhaps queries, come out of latents. Names and the order of rows are as in
+    megatron-core's MLASelfAttention, whose down projections every rank has whole, as with Transformer Engine."""
 
     builder = "megatron_ext.plugins.latent_attention.compute:mixer_spec"
 
@@ -141,10 +142,11 @@ class LatentAttention(Attention):
     """Channels of the latent of a token's keys and values."""
 
     position_size: int
-    """Channels of a head, its last, that are rotated, if any are; all heads share those of the key."""
+    """Number of the last channels of a head, which are rotated, if any are; all heads share these channels of the
+    key."""
 
     indexer: Indexer | None = None
-    """What chooses the keys that a query attends to; None: it attends to all."""
+    """Indexer that chooses the keys that a query attends to; None: it attends to all."""
 
     @property
     def blocks(self) -> int:
@@ -158,7 +160,8 @@ class LatentAttention(Attention):
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the attention scores: 1 / sqrt(channels of a head), times the factor of the rotary scaling
+        (`of_scores`), if any."""
         scaling = self.rotary.scaling if self.rotary is not None else None
         return self.head_size**-0.5 * (scaling.of_scores if scaling is not None else 1.0)
 
@@ -376,7 +379,7 @@ class LatentAttention(Attention):
         return flops if indexer is None else flops + 2 * indexer.query_size * super().mean_keys(length)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it."""
+        """Return the pieces that latent attention asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
             "Transformer Engine": "which was never run with latents here",
             "FP8": "which has no products for latents",
@@ -411,7 +414,8 @@ def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAt
 
 
 def _indexer_of(model: ModelConfig) -> Indexer | None:
-    """Return what chooses keys; None where nothing does, or its sizes are not given, which `cannot` says."""
+    """Return the indexer that chooses keys; None where queries attend to all keys, or where its sizes are not given,
+    which `cannot` refuses."""
     flags = flags_of(model, LatentAttentionFlags)
     sizes = flags.dsa_indexer_n_heads, flags.dsa_indexer_head_dim, flags.dsa_indexer_topk
     heads, head_size, topk = sizes

@@ -90,7 +90,7 @@ class Mamba(GatedDelta):
         return of_states + min(CHUNK, length) * (self.key_heads * self.key_size + self.context_size)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it."""
+        """Return the piece that a Mamba-2 mixer asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
             "Transformer Engine": "which has no Mamba-2 layer here",
             "FP8": "which was never compared with another layout in Mamba-2 layers",

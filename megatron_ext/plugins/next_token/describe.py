@@ -25,12 +25,13 @@ def loss_of_depth(depth: int) -> Number:
 
 @dataclass(frozen=True)
 class NextToken(Depth):
-    """What stands around the transformer layer of one depth."""
+    """The modules around the transformer layer of one depth: three norms, and the projection of hidden states and
+    embedding."""
 
     builder = "megatron_ext.plugins.next_token.compute:next_token_spec"
 
     norm: Norm
-    """What each of its three norms is."""
+    """Kind of each of its three norms."""
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
         """Yield the norms of embedding, hidden states and output, and the projection; `place` is the layer's."""

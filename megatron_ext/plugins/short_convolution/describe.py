@@ -108,7 +108,7 @@ class ShortConvolution(Part):
         return Core(2.0 * channels, 3.0, 2.0 * channels, self.kernel, 4 * channels)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it."""
+        """Return the piece that a gated short convolution asks of a way of computing a layer (`parts/ways.py`)."""
         model = config.model
         asked = f"--hybrid-layer-pattern is {model.hybrid_layer_pattern}"
         if model.hybrid_layer_pattern is None:

@@ -60,8 +60,9 @@ class SideBySide(Attention):
         return max(super().gradients(share), self.mamba.gradients(share))
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what Mamba-2 computes again, less those of attention, which holds nothing any more; all
-        but the input of its projection, which whoever asks leaves out."""
+        """Return the bytes of Mamba-2's recomputation minus the bytes that attention holds, since attention's backward
+        pass is over and has freed them. The input of attention's output projection is not subtracted here: the caller
+        (`cost/activations.py`) subtracts it."""
         ours = super().held(share)
         return self.mamba.computed_again(share) - sum(ours.values()) + ours["projection"]
 
@@ -86,7 +87,7 @@ class SideBySide(Attention):
         )
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what both ask of a way of computing them."""
+        """Return the pieces that attention and Mamba-2 ask of a way of computing a layer (`parts/ways.py`)."""
         return {**super().pieces(config), **self.mamba.pieces(config)}
 
     def cannot(self, config: Config) -> Iterator[str]:
