@@ -148,7 +148,8 @@ def _tied_as_a_whole(outer: Mapping[str, Any], text: Mapping[str, Any]) -> dict[
 
 
 def _without_axes(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the same without how rotary positions of images are divided into three axes: those of a text are one."""
+    """Return the content without the keys that divide the rotary positions of images into three axes (`mrope_*`):
+    positions of text have one axis."""
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(scaling := content.get(key), dict):
             content = {**content, key: {name: one for name, one in scaling.items() if not name.startswith("mrope_")}}
@@ -156,8 +157,8 @@ def _without_axes(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _around(outer: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the keys around `text_config`. All but these are of other parts: transformers makes the
-    text model of `text_config` alone."""
+    """Return the problems of the keys around `text_config` that its text model depends on. The other keys belong to
+    other parts: transformers makes the text model from `text_config` alone."""
     reading = Reading(outer, {})
     reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
     tied = reading.get("tie_word_embeddings", False)

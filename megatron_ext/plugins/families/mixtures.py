@@ -24,7 +24,7 @@ from megatron_ext.plugins.families.shared import (
 
 
 def mixture_names(mixture: str, **of_expert: str) -> dict[str, tuple[str, ...]]:
-    """Return `expert_names` with those of shared experts, and of the bias by which experts are chosen."""
+    """Return `expert_names` with the names of shared experts, and of the bias by which experts are chosen."""
     shared = f"{mixture}.shared_experts"
     return {
         **expert_names(mixture, **of_expert),
@@ -109,7 +109,7 @@ class Mixture:
         return {**values, "moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
 
     def dependent_flags(self, model: ModelConfig) -> dict[str, Any]:
-        """Return what follows from other values of a model with experts (`Family.dependent_flags`)."""
+        """Return the flags that follow from other values of a model with experts (`Family.dependent_flags`)."""
         if model.num_experts is None:
             return {}
         return {
@@ -161,7 +161,7 @@ V3_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 """DeepSeek-V3's."""
 
 MLP_KINDS = ("dense", "sparse")
-"""What `mlp_layer_types` says of a layer."""
+"""Values of `mlp_layer_types`: an MLP, and experts."""
 
 
 def typed_json(config: Config) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Reading:
         self._unread: dict[str, str] = {}
 
     def changed(self, **content: Any) -> "Reading":
-        """Return the same file with other content, whose problems and understood keys are those of this one."""
+        """Return the same file with other content, which shares this one's lists of problems and understood keys."""
         other = Reading({**self.content, **content}, self.defaults, self.aliases, self.renamed)
         other.problems, other._understood, other._unread = self.problems, self._understood, self._unread
         return other

@@ -22,7 +22,8 @@ TRAINING_FLAGS = (*DROPOUTS, "moe_aux_loss_coeff", "moe_router_load_balancing_ty
 
 
 def training_values(reading: Reading) -> dict[str, Any]:
-    """Return the values of `TRAINING_FLAGS`. Those of the load-balancing loss are there where the file names one."""
+    """Return the values of `TRAINING_FLAGS`; the load-balancing loss has values only where the file names a coefficient
+    above 0."""
     values: dict[str, Any] = {
         flag: next((reading.number_from_0(name, below=1.0) for name in names if reading.get(name) is not None), 0.0)
         for flag, names in DROPOUTS.items()

@@ -81,7 +81,8 @@ def compare_logits(source: SavedModel, folder: Path, dtype: str) -> Agreement:
 
 
 def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, samples: int) -> LossAgreement:
-    """Return the losses of both models on the first `samples` samples of the corpus, each as long as those of training.
+    """Return the losses of both models on the first `samples` samples of the corpus, each as long as a sample of
+    training.
 
     Raises:
         ConfigurationError: transformers is not installed, or the corpus is shorter than one sample.
@@ -148,7 +149,7 @@ def our_model(source: SavedModel, dtype: str, length: int) -> Iterator[Callable[
     """Yield a function from tokens [batch, sequence] to logits [batch, sequence, vocabulary] in fp32.
 
     The weights are the checkpoint's, rounded to `dtype`. Where rotary frequencies depend on the length of sequences, as
-    transformers chooses them, they are those of `length`.
+    transformers chooses them, they are the frequencies for `length`.
     """
     here = device.install("cpu")
     from megatron.core import dist_checkpointing

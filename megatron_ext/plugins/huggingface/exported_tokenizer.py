@@ -56,7 +56,7 @@ class _Reader:
 
 
 def check_ids(folder: Path, config: Config, tokenizer: Tokenizer) -> SameIds:
-    """Compare the folder's tokenizer with `tokenizer`, that of training, on probe texts and on validation data.
+    """Compare the folder's tokenizer with `tokenizer`, which training used, on probe texts and on validation data.
 
     Where AutoTokenizer reads the folder with a class that rebuilds the pipeline and so gives other ids, the folder's
     `tokenizer_class` becomes PreTrainedTokenizerFast, and a warning says so.
