@@ -83,7 +83,8 @@ class Each:
 
 @dataclass(frozen=True)
 class Combined:
-    """Flags whose value follows from the value and that of another key: the first of `others` that the file has."""
+    """Flags whose value follows from the key's value and the value of another key: the first of `others` that the file
+    has."""
 
     template: str
     others: tuple[str, ...]

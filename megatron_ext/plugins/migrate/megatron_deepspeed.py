@@ -2,8 +2,9 @@
 
     typed = read(["--deepspeed", "--deepspeed_config", "ds_config.json", "--zero-stage", "1", ...])
 
-Meanings are those of Megatron-DeepSpeed's source. There DeepSpeed is given Megatron's own optimizer and schedule;
-clipping, loss scale and ZeRO's stage are those of its file. What only has another name is in `old_spellings.py`.
+Meanings follow Megatron-DeepSpeed's source. It gives DeepSpeed Megatron's own optimizer and schedule, but takes
+clipping, loss scale and ZeRO's stage from DeepSpeed's file. Flags that only have another name are in
+`old_spellings.py`.
 """
 
 import base64
@@ -27,7 +28,8 @@ from megatron_ext.untrusted.text import load_json
 
 
 def read(argv: Sequence[str]) -> Typed:
-    """Return what `config.parse.arguments.read` returns, with the words of such scripts in their meaning."""
+    """Return the flags as `config.parse.arguments.read` returns them, with Megatron-DeepSpeed's flags translated into
+    ours."""
     script = Script(argv)
     if any(flag in script for flag in _MARKS):
         _experts(script)
@@ -133,7 +135,8 @@ def _content(named: str) -> dict[str, Any]:
 
 
 def _effective(script: Script, content: dict[str, Any], stage: int | None) -> dict[str, Any]:
-    """Return what DeepSpeed uses of its file, with its defaults; "auto" is what the script says."""
+    """Return the entries of DeepSpeed's file that it uses, with its defaults; for "auto" the script's value is
+    taken."""
     auto = {name for name, value in content.items() if value == "auto"}
     content = {name: value for name, value in content.items() if name not in auto}
     for name in (*_TRAINS_OTHERWISE, *_IDLE):
@@ -259,16 +262,16 @@ def _other_words(script: Script) -> None:
 _OF_EXPERTS: tuple[str, ...] = ("--topk", "--expert-interval", "--mlp-type", "--moe-expert-parallel-size")
 _OF_EXPERTS += ("--moe-loss-coeff", "--disable-moe-token-dropping", "--create-moe-param-group")
 _MARKS = (*_OF_EXPERTS, "--deepspeed", "--no-pipeline-parallel", "--deepspeed-activation-checkpointing")
-"""Flags that only Megatron-DeepSpeed has, by which --num-experts is known to be meant as there."""
+"""Flags that only Megatron-DeepSpeed has; next to one of them, --num-experts has Megatron-DeepSpeed's meaning."""
 
 _OF_EXPERTS += ("--moe-train-capacity-factor", "--moe-eval-capacity-factor", "--moe-min-capacity", "--use-tutel")
 _OF_EXPERTS += ("--enable-expert-tensor-parallelism", "--disable-moe-top2-2nd-expert-sampling")
 
 
 def _experts(script: Script) -> None:
-    """Take --num-experts as meant there: 1 is a model without experts; every second layer has them; the gate's softmax
-    is over all experts in fp32, and with --topk 1 the expert's weight, else divided by the sum over a token's; experts
-    have a capacity."""
+    """Translate --num-experts from Megatron-DeepSpeed's meaning: 1 is a model without experts; every second layer has
+    them; the gate's softmax is over all experts in fp32, and with --topk 1 the expert's weight, else divided by the sum
+    over a token's; experts have a capacity."""
     given = {flag: script.take(flag) for flag in _OF_EXPERTS}
     numbers = script.take("--num-experts") or ["1"]
     if set(numbers) == {"1"}:

@@ -46,7 +46,7 @@ class Script:
         return number
 
     def give(self, *flags: Sequence[str]) -> None:
-        """Add flags in the place of those that are there, each with its values behind it."""
+        """Add flags, each with its values after it, and remove earlier occurrences of the same flags."""
         for flag, *values in flags:
             self.take(flag)
             self._groups.append((flag, values, [flag, *values]))

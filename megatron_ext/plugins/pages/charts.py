@@ -184,19 +184,19 @@ def line_picture(name: str, unit: str, series: Sequence[Series], *, along: str, 
 
 
 def label(x: float | str, y: float, text: str, anchor: str) -> Markup:
-    """Return a text of a drawing, which ends at x, lies around it or begins there (anchor `end`, `middle`, `start`)."""
+    """Return a text of a drawing, which ends at x, is centred on x or begins at x (anchor `end`, `middle`, `start`)."""
     return element("text", text, x=x, y=f"{y:.1f}", text_anchor=anchor)
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What charts of the same run have in common beyond their lines."""
+    """Parts that the charts of a run have in common beyond their lines."""
 
     second: Callable[[float], str] | None = None
     """Text under a tick of the horizontal axis, such as the tokens that were read until then."""
     second_name: str = ""
     marks: Sequence[tuple[int, str]] = ()
-    """Where something changed, and what."""
+    """(position on the horizontal axis, what changed) of each mark."""
 
 
 def chart(
@@ -300,7 +300,7 @@ def bars_picture(title: str, unit: str, rows: Bars, limit: float) -> Markup:
 
 
 def bars_chart(title: str, unit: str, rows: Bars, limit: float | None = None) -> Markup:
-    """Return the bars as a part of a page, which has BARS_STYLE; the arguments are those of `bars_picture`."""
+    """Return the bars as a part of a page, which has BARS_STYLE; the arguments are as in `bars_picture`."""
     names, height, drawing = _bars(unit, rows, limit, left=28, width=_WIDTH)
     key = [[" ", element("span", f"\u25a0\u00a0{name}", class_=f"key part{n}")] for n, name in enumerate(names)]
     heading = [title, " ", element("span", unit), key if len(names) > 1 else ""]

@@ -5,8 +5,8 @@
 Of ZeRO's stages 1 and 2, a rank's file (`zero_pp_rank_1_mp_rank_00_optim_states.pt`, or `bf16_zero_...`) has one flat
 tensor for each group of parameters and each state, and says which range of it belongs to which parameter
 (`param_slice_mappings` of deepspeed's runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). The shapes are in
-the model-parallel rank's own file. Experts have the numbers there that they have on their expert-parallel rank;
-neighbouring data-parallel ranks are such.
+the model-parallel rank's own file. In that file experts have the numbers that they have on their expert-parallel rank;
+neighbouring data-parallel ranks form an expert-parallel group.
 
 The optimizers of 16-bit runs without ZeRO keep vectors without names. Such a vector has all parameters of a group one
 after another (`fp32_groups_flat` of deepspeed's runtime/fp16/fused_optimizer.py), or one parameter (`fp32_groups` of
