@@ -32,7 +32,7 @@ _MOST_WARM_UP = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """What a metrics file says of a run's speed."""
+    """A run's speed, as its metrics file records it."""
 
     seconds: float
     """Median seconds of a step, without the first ones."""

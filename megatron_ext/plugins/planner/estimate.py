@@ -251,7 +251,7 @@ def pass_times(config: Config, shapes: Shapes, machine: Machine) -> PassTimes:
 
 
 class _Estimate:
-    """What all stages of one configuration share."""
+    """Estimates the seconds of the stages of one configuration, which share the values below."""
 
     def __init__(self, work: Workload, machine: Machine):
         self.work, self.machine = work, machine
@@ -261,7 +261,7 @@ class _Estimate:
         self.fsdp = _divides_weights(work)
         self.kernels = work.kernels(machine, fsdp=self.fsdp)
         self.bandwidth = self.kernels.bandwidth / self.constants.activations
-        """Bytes a second of what is bound by the memory."""
+        """Bytes a second of operations that are bound by memory bandwidth."""
 
     def stage(self, stage: int) -> _Stage:
         """Return the seconds of a stage."""
@@ -271,7 +271,7 @@ class _Estimate:
         return _Stage(model, data, self._optimizer(stage), sent_bytes)
 
     def model(self, stage: int) -> _OfModel:
-        """Return what of them is the same for all shardings whose kernels are the same."""
+        """Return the part of a stage's seconds that is the same for all sharding schemes with the same kernels."""
         return self.work.once(("seconds", id(self.kernels), stage), lambda: self._of_model(stage))
 
     def _of_model(self, stage: int) -> _OfModel:

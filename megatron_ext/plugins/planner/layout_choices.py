@@ -13,7 +13,7 @@ Choice = dict[str, Any]
 SHARDINGS: dict[str, Choice] = {
     scheme.title: {**scheme.values, **dict.fromkeys(scheme.overlaps, True)} for scheme in SCHEMES if scheme.title
 }
-"""What data-parallel ranks divide, the simplest first."""
+"""Flags of each sharding scheme (what data-parallel ranks divide) by its title, simplest first."""
 
 BETTER = {"DDP": "ZeRO-1", "ZeRO-3": "FSDP2"}
 """Pairs of schemes: where the second is legal, the first is not looked at, since it needs more and sends no less."""

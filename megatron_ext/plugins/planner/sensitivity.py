@@ -1,6 +1,6 @@
-"""What limits a layout: its time with one part of the devices a tenth faster, or slower, than it is. What hangs on an
-assumption: whether another layout wins where the machine is a little faster or slower than taken to be; and which other
-batches and world sizes there are where few layouts are legal.
+"""Computes how sensitive a plan is. Limits of a layout: its time with one part of the devices a tenth faster, or
+slower, than it is. Assumptions that decide: whether another layout wins where the machine is a little faster or slower
+than assumed; and which other batches and world sizes there are where few layouts are legal.
 
 What 2-byte gradients would make possible: `--grad-reduce-in-bf16` halves their memory and their traffic, and sums
 them less exactly, so that the search never chooses it by itself.
@@ -148,7 +148,7 @@ _MORE_AND_LESS = (1.1, 0.9)
 
 @dataclass(frozen=True)
 class Limit:
-    """What one part of the devices gives or takes."""
+    """Effect on the step's time of one part of the devices, with 10% more and 10% less of it."""
 
     part: str
     faster: float
@@ -164,11 +164,11 @@ class Limit:
 
 
 def limits(question: Question, best: Sequence[Candidate], *, searched: bool = True) -> list[Limit]:
-    """Return what each part limits, the largest gain first.
+    """Return the effect of each part of the devices on the step's time, largest gain first.
 
     Args:
-        best: the layouts to compare, fastest first; the changes are those of the first one, but for the memory, with
-            which another search finds another layout.
+        best: the layouts to compare, fastest first; the changes are of the first layout's time; for memory, of the time
+            of the best layout that another search finds with more or less of it.
         searched: whether the layouts were chosen; more memory is of no use to one that was given.
     """
     rows, now = [], best[0].seconds

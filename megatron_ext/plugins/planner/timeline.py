@@ -48,7 +48,7 @@ MESSAGES = "messages"
 
 @dataclass(frozen=True)
 class Lane:
-    """What one stage does."""
+    """One stage's passes, communication and memory during the step."""
 
     name: str
     passes: tuple[Pass, ...]
@@ -98,7 +98,7 @@ class Timeline:
     """Unit of time: "s", or "" for the time of one forward pass."""
 
     notes: tuple[str, ...] = ()
-    """What the picture does not show, in whole sentences."""
+    """Facts that the picture does not show, in whole sentences."""
 
     @property
     def fill(self) -> float:
