@@ -68,7 +68,8 @@ class InputFile:
         return None if self.is_standard_input else Path(self.path).stat().st_size
 
     def state(self) -> list[str | int | None]:
-        """Return what tells that the file is still the one that a run began with: path, size and time of change."""
+        """Return the file's identity, by which a resumed run knows that the file has not changed: path, size and time
+        of change, or for a remote file its version."""
         if self.remote is not None:
             return [self.path, self.remote.size, self.remote.version]
         changed = None if self.is_standard_input else Path(self.path).stat().st_mtime_ns

@@ -20,7 +20,7 @@ _LARGEST = 1 << 28  # bytes; it has some hundred for each input file
 
 @dataclass(frozen=True)
 class Progress:
-    """Totals so far. The bytes of text are those of the records, the bytes read those of the files."""
+    """Totals so far. `text_bytes` counts the text of the records, `bytes_read` the bytes of the files."""
 
     documents: int = 0
     skipped: int = 0
@@ -61,7 +61,7 @@ class Journal:
 
     @staticmethod
     def load(path: Path) -> "Journal | None":
-        """Return what `save` wrote; None if there is no such file or it is not readable."""
+        """Return the journal that `save` wrote; None if the file is missing or not readable."""
         try:
             fields = load_json(read_file(path, _LARGEST))
             return Journal(

@@ -1,8 +1,8 @@
 """Turns text files into .bin/.idx, one pair per JSON key, byte for byte what Megatron-LM's own tool writes.
 
-Workers turn blocks of records into token bytes; the parent writes them in input order, so that the files do not
-depend on the number of workers. Only a few blocks are in flight: memory does not grow with the corpus. Every few
-seconds the parent notes how far it is; a run that was killed goes on from there when it is started again.
+Workers turn blocks of records into token bytes; the parent writes them in input order, so that the files do not depend
+on the number of workers. Only a few blocks are in flight: memory does not grow with the corpus. Every few seconds the
+parent notes how far it is; a run that was killed goes on from that position when it is started again.
 
     encode_files(EncodeJob(inputs=("corpus.jsonl",), output_prefix="data/corpus", tokenizer_type="ByteTokenizer"))
     -> data/corpus_text_document.bin, data/corpus_text_document.idx, data/corpus_manifest.json
@@ -358,7 +358,7 @@ def _check_format(job: EncodeJob) -> None:
 
 
 def _format_identity(job: EncodeJob, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return what a mask depends on besides the tokens; nothing for text."""
+    """Return the settings, besides the tokens, that a loss mask depends on; empty for text."""
     if job.is_text:
         return {}
     form = conversation_format(job, tokenizer)

@@ -61,14 +61,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay gave."""
+    """The result of a replay."""
 
     config: Config
     begun: int
     """Iteration of the checkpoint; 0 where it began from the seed."""
     steps: list[Step]
     notes: list[str]
-    """What may keep the numbers from being equal."""
+    """Reasons why the numbers may differ from the run's."""
 
 
 def replay(folder: Path, step: int, *, metrics: Path | None = None, device: str = "cpu") -> Replayed:

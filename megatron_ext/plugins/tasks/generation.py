@@ -28,12 +28,12 @@ OnToken = Callable[[int, list[int]], None]
 
 @dataclass(frozen=True)
 class Generated:
-    """What was generated for a prompt."""
+    """The text generated for a prompt."""
 
     tokens: list[int]
     """Ids, with neither the prompt nor the end of the document."""
     text: str | None
-    """Its text, up to the stop string; None without a tokenizer."""
+    """Text of the tokens, up to the stop string; None without a tokenizer."""
     reason: str
     """Why it ended: "eod", "stop" or "length"."""
     drafted: int = 0

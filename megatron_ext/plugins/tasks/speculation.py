@@ -3,7 +3,8 @@
 
 A pass takes the latest token of each row and the drafts after it. The model's own choice after each of them says which
 drafts it would have written itself: these are kept, and the first other choice after them. Keys and values of the rest
-are taken back. Greedy tokens are those of a pass for each, but where two logits are closer than rounding.
+are taken back. Greedy tokens are the same as with one pass for each token, but where two logits are closer than
+rounding.
 
 Shape legend: B rows, S positions of a pass, K depths, V vocabulary.
 """
