@@ -139,7 +139,7 @@ def gpus_work(launch: Launch) -> Iterator[Finding]:
 
 
 def judge(launch: Launch, surveyed: Survey) -> Iterator[Finding]:
-    """Yield what is wrong with these GPUs for this launch."""
+    """Yield the findings on these GPUs for this launch."""
     found = obstacle(surveyed, launch.environment.get("CUDA_VISIBLE_DEVICES"))
     if found:
         yield error(found.what, found.why, f"{found.fix}; --device cpu trains on CPU processes")

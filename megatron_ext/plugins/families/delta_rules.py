@@ -103,6 +103,6 @@ def rule_json(config: Config) -> dict[str, Any]:
 
 
 def shared_expert(model: ModelConfig) -> dict[str, Any]:
-    """Return that there is one, and that either all matrices of attention have biases or none has
-    (`Family.dependent_flags`)."""
+    """Return the width of the one shared expert, and the flag by which either all matrices of attention have biases or
+    none has (`Family.dependent_flags`)."""
     return {**biases_of_attention(model), "moe_shared_expert_intermediate_size": shared_expert_width(model)}

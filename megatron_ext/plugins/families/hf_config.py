@@ -60,7 +60,7 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
 
 
 def of_the_training(folder: str | Path, values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is said next to the training numbers of a folder that can be read: flags that contradict them.
+    """Yield notes on flags that contradict the training numbers of a folder that can be read.
 
     Args:
         values: what `read_hf_config` says of the folder.
@@ -222,8 +222,8 @@ def _not_exact(quantized: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _out_of_bounds(values: Mapping[str, Any], reading: Reading) -> Iterator[str]:
-    """Yield what is wrong with values that a command line would not take either: sizes that nothing can count up to.
-    They are named by the keys of the file that have them, and by the flag."""
+    """Yield the problems of values that a command line would refuse, too: sizes that nothing can count up to. A problem
+    names the keys of the file with that value, and the flag."""
     for name, value in values.items():
         option = options_by_name()[name]
         try:

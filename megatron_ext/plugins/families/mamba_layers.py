@@ -90,7 +90,7 @@ def mamba_values(reading: Reading, keys: MambaKeys) -> dict[str, Any]:
 
 
 def mamba_json(config: Config, keys: MambaKeys) -> dict[str, Any]:
-    """Return the same keys."""
+    """Return the keys that `mamba_values` reads."""
     model, mamba = config.model, flags_of(config.model, MambaFlags)
     # Without attention transformers 5.23 asks a cache of recurrences alone how long it is, and stops.
     cached = {} if ATTENTION in (model.hybrid_layer_pattern or "") else {"use_cache": False}

@@ -141,7 +141,7 @@ class Mixture:
 
     @property
     def typed_keys(self) -> Keys:
-        """The same with `mlp_layer_types`, by which one layer without experts is the usual number."""
+        """The keys of `config.json` in both directions with `mlp_layer_types`; without it, one layer has no experts."""
         return (
             lambda reading: self.values(reading, typed_mixtures(reading, 1)),
             lambda config: {**self.json(config), **typed_json(config)},
@@ -171,7 +171,7 @@ def typed_json(config: Config) -> dict[str, Any]:
 
 
 def typed_mixtures(reading: Reading, usual: int) -> int:
-    """Return the same as `first_typed`, with which `first_k_dense_replace` must agree."""
+    """Return `first_typed`, and note a problem where `first_k_dense_replace` disagrees with it."""
     first = first_typed(reading, usual)
     by_kinds = f"but by mlp_layer_types, or its default, it is {first}"
     reading.refuse_unless("first_k_dense_replace", first, first, by_kinds)
@@ -202,8 +202,8 @@ def mixtures_by_kind(reading: Reading, usual: Sequence[bool]) -> dict[str, Any]:
 
 
 def consecutive_mixtures(model: ModelConfig, *, to_the_end: bool) -> dict[str, Any]:
-    """Return that the layers with experts, perhaps the last ones, follow each other, and that shared experts are as
-    wide as some of the others together (`Family.dependent_flags`)."""
+    """Return the flags by which the layers with experts follow each other, with `to_the_end` up to the last layer, and
+    shared experts are as wide as a number of the others together (`Family.dependent_flags`)."""
     mixtures, width = model.moe_layer_freq, shared_experts(model) * model.expert_ffn_hidden_size
     if mixtures is not None:
         has = read_pattern(mixtures, model.num_layers, "the first")

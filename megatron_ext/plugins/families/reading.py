@@ -124,7 +124,7 @@ class Reading:
         return 0.0
 
     def number_or_none(self, key: str) -> float | None:
-        """Return the same of a key that may be null."""
+        """Return the value of a key that must be a positive, finite number, or null: None."""
         return None if self.get(key) is None else self.number(key, 1.0)
 
     def _cannot_read(self, key: str, problem: str) -> None:

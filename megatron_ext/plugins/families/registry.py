@@ -18,7 +18,7 @@ from megatron_ext.registry import brought
 
 
 def _found() -> dict[str, Family]:
-    """Return every family that a file of this folder makes, by model type, in the order of these."""
+    """Return the families of this folder's files and of extensions, by model type, in alphabetical order."""
     package = __package__ or ""
     files = [f"{package}.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
     readers = (__name__, f"{package}.hf_config")  # of all families

@@ -392,12 +392,12 @@ def bias_flags(queries: bool, output: bool, mlp: bool) -> dict[str, bool]:
 
 
 def biases_of_attention(model: ModelConfig) -> dict[str, Any]:
-    """Return that all matrices of attention have biases, or none has (`Family.dependent_flags`)."""
+    """Return the flag by which all matrices of attention have biases, or none has (`Family.dependent_flags`)."""
     return {"add_output_bias": model.add_qkv_bias}
 
 
 def biased_mlp(model: ModelConfig) -> dict[str, Any]:
-    """Return the same next to an MLP with biases (`Family.dependent_flags`)."""
+    """Return the flags of `biases_of_attention`, and the flag of an MLP with biases (`Family.dependent_flags`)."""
     return {**biases_of_attention(model), "add_mlp_bias": model.disable_bias_linear}
 
 
@@ -407,7 +407,7 @@ def own_epsilon(flag: str, epsilon: float, others: float) -> dict[str, float | N
 
 
 def all_but_every(reading: Reading, every: int) -> list[bool]:
-    """Return that all layers have something but each `every`-th of them."""
+    """Return False for every `every`-th layer, and True for all others."""
     return [(number + 1) % every != 0 for number in layer_numbers(reading)]
 
 
@@ -417,7 +417,8 @@ def layer_numbers(reading: Reading) -> range:
 
 
 def typed_layers(reading: Reading, kinds: tuple[str, str], usual: Sequence[bool]) -> Sequence[bool]:
-    """Return which layers are of the second of these kinds by `layer_types`; `usual`: where it is missing."""
+    """Return for each layer whether `layer_types` names the second of `kinds`; `usual`: the result where that key is
+    missing."""
     typed = reading.get("layer_types")
     if typed is None:
         return usual
@@ -507,11 +508,11 @@ def switched_window_values(reading: Reading) -> dict[str, Any]:
 
 
 SWITCHED_WINDOWS: dict[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
-"""Their defaults."""
+"""Defaults of the keys that `switched_window_values` reads."""
 
 
 def switched_window_json(config: Config) -> dict[str, Any]:
-    """Return the same keys."""
+    """Return the keys that `switched_window_values` reads."""
     content = typed_window_json(config)
     return {**content, "use_sliding_window": content["sliding_window"] is not None}
 
@@ -523,7 +524,7 @@ def window_json(config: Config) -> dict[str, Any]:
 
 
 def typed_window_json(config: Config) -> dict[str, Any]:
-    """Return the same with `layer_types`."""
+    """Return `sliding_window` and `layer_types`."""
     has_window = [layer.attention.window is not None for layer in layers(config)]
     return {**window_json(config), "layer_types": [KINDS[window] for window in has_window]}
 

@@ -12,8 +12,9 @@ output gates are projected from is made of the tokens that a rank has, as the la
 All of it between the two projections is computed span by span, and again in the backward pass, so that the projection's
 output and a state for each span are all that is kept of a sequence.
 
-Context-parallel ranks have two pieces of every sample. What a piece makes of the state before it is affine, S -> A S +
-C: all ranks gather A and C of all pieces, and the last inputs of the convolution of each, and go on from there.
+Context-parallel ranks have two pieces of every sample. A piece maps the state before it affinely, S -> A S + C: all
+ranks gather A and C of all pieces, and the last inputs of the convolution of each, and compute from these the state
+before each of their pieces.
 
 Shapes: P pieces of S positions, B samples, G key heads of this rank, R value heads of each, D and V channels of a key
 and of a value head, M channels of a key head in all that is projected (X in the convolution, which come first; then

@@ -69,19 +69,19 @@ class GatedDelta(Part):
     """Channels of a query head and of a key head."""
 
     value_size: int
-    """Channels of a value head, of its gate, and of what it gives."""
+    """Channels of a value head, of its gate, and of its output."""
 
     kernel: int
     """Positions that the convolution sees."""
 
     norm: Norm
-    """The norm of what a head gives."""
+    """Norm of a head's output."""
 
     by_channel: bool = False
     """Whether each channel of the key decays by itself, as in Kimi Delta Attention."""
 
     furthest_write: float = 1.0
-    """How far a write may go: 2 takes what was read at a key to its opposite."""
+    """Largest factor of a write, beta: 2 turns the value read at a key into its opposite."""
 
     kernels: str = "torch"
     """Implementation of the recurrence: torch, or fla (`rule.py`)."""
@@ -114,7 +114,7 @@ class GatedDelta(Part):
 
     @property
     def mixed_size(self) -> int:
-        """Channels of all that is projected from a token."""
+        """Channels of all vectors that are projected from a token."""
         apart = self.value_heads * (self.key_size + self.value_size) if self.by_channel else 0
         return self.projected_size + apart
 
@@ -130,7 +130,7 @@ class GatedDelta(Part):
 
     @property
     def context_size(self) -> int:
-        """Channels of what all value heads give."""
+        """Channels of the outputs of all value heads."""
         return self.value_heads * self.value_size
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -160,7 +160,7 @@ class GatedDelta(Part):
             yield place.vector("out_norm.bias", self.value_size)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with each linear layer."""
+        """Yield the extra state that is saved with each linear layer."""
         for name in ("in_proj", "out_proj", *(("decay_out_proj", "gate_out_proj") if self.by_channel else ())):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 
@@ -195,11 +195,11 @@ class GatedDelta(Part):
         }
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what autograd keeps of one span: between positions of a chunk decays and products, with a
-        decay for each channel keys and queries with what decays up to the middle of each of their blocks; of each
-        position inputs and outputs of the convolution, keys, queries and values by heads, the solution of the
-        triangular system, what is read, normed and gated; of each chunk but the first a state. Where a state is mapped,
-        keys stand next to values, and nothing is read."""
+        """Return the bytes that autograd keeps of one span: for pairs of positions of a chunk, decays and products, or
+        with a decay for each channel, keys and queries times the decays up to the middle of each of their blocks; for
+        each position, inputs and outputs of the convolution, keys, queries and values by heads, the solution of the
+        triangular system, and the output, normed and gated; for each chunk but the first, a state. Where a piece's map
+        of the state is computed, keys stand next to values, and there is no output."""
         pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
         span = min(SPAN, share.length // (share.context * pieces))
         chunk = min(CHUNK, span)
@@ -222,20 +222,21 @@ class GatedDelta(Part):
         return _FP32 * pieces * samples * max(found) + 2 * chunk * chunk  # and two masks
 
     def _of_maps(self, share: Share, spans: int, state: float) -> float:
-        """Return the bytes of what maps of states are made from, of the maps of all pieces, and of the states that they
-        are applied to: all but the last on the rank that has the last piece, and fewer on others."""
+        """Return the bytes of the states kept for each span while maps are computed, of the maps of all pieces, and of
+        the states that the maps are applied to: all but the last on the rank that has the last piece, and fewer on
+        others."""
         if share.context == 1:
             return 0.0
         return self._maps(share) * (spans / 2 + share.context) + (2 * share.context - 1) * state
 
     def _maps(self, share: Share) -> float:
-        """Return the bytes of what a rank's two pieces make of a state."""
+        """Return the bytes of a rank's maps of the state, one for each of its two pieces."""
         samples = share.tokens * share.context // share.length
         columns = (self.map_columns or self.key_size) + self.value_size
         return 2 * _FP32 * samples * self.value_heads // share.tensor * self.key_size * columns
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield the gradient of the norm's weight, and what context-parallel ranks exchange."""
+        """Yield the exchanges of the norm's gradient and of the inputs of gates, and of context-parallel ranks."""
         if share.tensor > 1:
             vectors = 2 if self.norm.has_bias else 1
             weight = vectors * 2 * (share.tensor - 1) / share.tensor * share.width * self.value_size
@@ -244,7 +245,8 @@ class GatedDelta(Part):
         yield from self.sent_over_pieces(share)
 
     def sent_over_pieces(self, share: Share) -> Iterator[Exchange]:
-        """Yield what context-parallel ranks exchange."""
+        """Yield the exchanges of context-parallel ranks: maps of the state, and the convolution's last inputs, of each
+        piece."""
         if share.context == 1:
             return
         samples = share.tokens * share.context // share.length
@@ -256,7 +258,7 @@ class GatedDelta(Part):
         yield Exchange("cp", "reduce-scatter", 0.0, each, (0, calls), formula, "core")
 
     def _sent_of_gates(self, share: Share) -> Iterator[Exchange]:
-        """Yield what ranks exchange of what gates and decays are projected from."""
+        """Yield the exchanges, over tensor-parallel ranks, of the vectors from which gates and decays are projected."""
         if not self.by_channel:
             return
         size = (share.tensor - 1) / share.tensor * share.width * share.tokens * self.gates_size
@@ -270,8 +272,8 @@ class GatedDelta(Part):
         yield Exchange("tp", "reduce-scatter", 0.0, size, (0, 2), formula, "mixer")
 
     def core_flops(self, length: int) -> float:
-        """Return the operations of one token, forward: of the state what reads and writes it, of a chunk half of its
-        square, which causality leaves, for the products of keys and queries, the triangular system and its result. The
+        """Return the operations of one token, forward: reading and writing the state; and over half of a chunk's
+        square, which causality leaves, the products of keys and queries, the triangular system and its result. The
         convolution is among the matrices. With a decay for each channel value heads have keys and queries of their
         own."""
         keys, values, chunk = self.key_size, self.value_size, min(CHUNK, length)
@@ -280,8 +282,8 @@ class GatedDelta(Part):
         return of_states + chunk * (pairs + self.value_heads * (keys + 2 * values))
 
     def core(self, share: Share) -> Core:
-        """Return the same of a rank's microbatch, which its backward pass computes once more; with context parallelism
-        states are mapped before."""
+        """Return the operations of a rank's microbatch, which its backward pass computes once more; with context
+        parallelism, maps of the state are computed before."""
         maps = 1.0
         if share.context > 1:
             maps += self.map_flops or 1.0 + self.key_size / self.value_size / 2
@@ -299,7 +301,7 @@ class GatedDelta(Part):
         return {"delta": Asked(asked, lacked_by=lacked_by)}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what its flags cannot be."""
+        """Yield the problems of its flags."""
         layout = config.layout
         if self.value_heads % self.key_heads:
             yield (

@@ -122,7 +122,8 @@ def _products(
 def _products_by_channel(
     rows: Sequence[torch.Tensor], key_CD: torch.Tensor, total_CD: torch.Tensor, sees_CC: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the same with a decay for each channel, from blocks of single positions on to the whole chunk."""
+    """Return the products of `_products` with a decay for each channel, computed from blocks of single positions up to
+    the whole chunk."""
     found = [(row * key_CD).sum(-1).expand(total_CD.shape[:-1])[..., None, None] for row in rows]
     size = 1
     while size < sees_CC.size(-1):

@@ -183,7 +183,7 @@ def our_model(source: SavedModel, dtype: str, length: int) -> Iterator[Callable[
 
 
 def _alone(config: Config, length: int) -> Config:
-    """Return the same model in fp32 on one process, for sequences of this length."""
+    """Return the configuration of the same model in fp32 on one CPU process, for sequences of `length`."""
     training = dataclasses.replace(config.training, bf16=False, fp16=False)
     layout = LayoutConfig(world_size=1, device="cpu")
     model = dataclasses.replace(config.model, seq_length=length)

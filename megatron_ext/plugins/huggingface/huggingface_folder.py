@@ -120,7 +120,7 @@ class HFFolder:
             self.entries = {name: entry for name, entry in self.entries.items() if name not in others}
 
     def _of_parameters(self, mappings: Iterable[ParameterMapping], config: Config) -> Iterator[str]:
-        """Yield what is wrong with the tensors that hold our parameters."""
+        """Yield the problems of the tensors that hold our parameters: missing, or of another shape or dtype."""
         for mapping in mappings:
             for name, shape in mapping.tensor_shapes().items():
                 entry = self.entries.get(name)
@@ -140,7 +140,7 @@ class HFFolder:
         return ', or be the embeddings, by "tie_word_embeddings": true in a copy of config.json'
 
     def _of_others(self, config: Config) -> Iterator[str]:
-        """Yield what is wrong with tensors that are constants or repeat others."""
+        """Yield the problems of tensors that are constants or repeat others: their values differ."""
         for name, value in self.family.constants_of(config).items():
             entry = self.entries.get(name)
             if entry is not None and not (

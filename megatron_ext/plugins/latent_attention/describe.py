@@ -93,7 +93,8 @@ class Indexer:
 
     def held(self, share: Share, query_rank: int) -> float:
         """Return the bytes of the gradients of its queries, keys and weights, which the forward pass computes, of its
-        norm's input, mean and 1/deviation, of latents that ranks gather, and of the choice and what of it is seen."""
+        norm's input, mean and 1/deviation, of latents that ranks gather, and of the chosen keys with a flag for each,
+        whether the query sees it."""
         gradients = share.width * (self.query_size + self.head_size * share.context) + _FP32 * self.heads
         normalized = (share.width * self.head_size + 2 * _FP32) / share.divided
         gathered = share.width * query_rank if share.divided > 1 else 0
@@ -101,8 +102,8 @@ class Indexer:
         return share.tokens * (gradients + normalized + gathered + choice)
 
     def sent(self, share: Share, query_rank: int) -> Iterator[Exchange]:
-        """Yield what tensor-parallel ranks add up for the loss and gather for scores, and the keys that
-        context-parallel ranks gather."""
+        """Yield the exchanges of tensor-parallel ranks, which sum attention's distribution for the loss and gather
+        inputs of scores, and the keys that context-parallel ranks gather."""
         t, c = share.tensor, share.context
         if t > 1:
             target = 2 * (t - 1) / t * _FP32 * share.tokens * share.length
@@ -196,7 +197,7 @@ class LatentAttention(Attention):
             yield from self.indexer.parameters(place.inside("core_attention.indexer"), self.query_rank or hidden)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with each linear layer that ranks divide."""
+        """Yield the extra state that is saved with each linear layer that ranks divide."""
         queries = "linear_q_proj" if self.query_rank is None else "linear_q_up_proj"
         for name in ("linear_proj", queries, "linear_kv_up_proj"):
             yield State(f"{place.name}.{name}._extra_state", "extra")
@@ -217,8 +218,8 @@ class LatentAttention(Attention):
         ]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of queries, keys and values, of what they attended to, of that as the output projection's
-        input, and of the latents."""
+        """Return the bytes of queries, keys and values, of attention's result with its normalizer (or its weights), of
+        the output projection's input, and of the latents."""
         heads, exchanges = self.query_heads // share.tensor, {*share.config.layout.cp_comm_type}
         of_all = share.context if "all_gather" in exchanges else 1
         in_parts = self.window is not None or share.config.data.reset_attention_mask
@@ -247,11 +248,12 @@ class LatentAttention(Attention):
         }
 
     def _read(self, share: Share) -> int:
-        """Return the channels of what the column-parallel projections read."""
+        """Return the number of channels that the column-parallel projections read."""
         return self.rank + (self.query_rank or share.hidden)
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what tensor-parallel ranks exchange in place of the input, and what context-parallel ranks do."""
+        """Yield the exchanges of tensor-parallel ranks, which gather latents instead of the layer's input, and of
+        context-parallel ranks."""
         yield from super().sent(share)
         if self.indexer is not None:
             yield from self.indexer.sent(share, self.query_rank or share.hidden)
@@ -275,7 +277,7 @@ class LatentAttention(Attention):
         yield Exchange("tp", "reduce-scatter", 0.0, read, (0, 3), of_read, "mixer")
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what its flags cannot be."""
+        """Yield the problems of its flags."""
         model = config.model
         if model.softmax_scale is not None:
             yield (
@@ -322,7 +324,7 @@ class LatentAttention(Attention):
             yield from self._cannot_choose(config)
 
     def _cannot_choose(self, config: Config) -> Iterator[str]:
-        """Yield what flags cannot be where keys are chosen."""
+        """Yield the problems of flags next to an indexer that chooses keys."""
         model, exchanges = config.model, config.layout.cp_comm_type
         flags = flags_of(model, LatentAttentionFlags)
         asked = "--experimental-attention-variant dsa"

@@ -66,10 +66,10 @@ class Mamba(GatedDelta):
             yield place.vector("out_norm.weight", self.context_size, "ones", tp_dim=0)
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what autograd keeps of one span, within a tenth: of each position convolved channels
-        three times, numbers of its heads, B and C with their decays, and x and what is read five times; between
-        positions of a chunk decays and products; of each chunk a state. Of two pieces products of B and C, and x, are
-        copied once more. What a piece makes of a state takes less."""
+        """Return the bytes that autograd keeps of one span, within a tenth: for each position, convolved channels three
+        times, numbers of its heads, B and C with their decays, and x and outputs five times; for pairs of positions of
+        a chunk, decays and products; for each chunk, a state. With two pieces, products of B and C, and x, are copied
+        once more. Computing a piece's map of the state takes less."""
         pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
         part = share.length // (share.context * pieces)
         groups, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
@@ -80,12 +80,13 @@ class Mamba(GatedDelta):
         return _FP32 * pieces * samples * min(SPAN, part) * each
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what context-parallel ranks exchange."""
+        """Yield the exchanges of context-parallel ranks: maps of the state, and the convolution's last inputs, of each
+        piece."""
         yield from self.sent_over_pieces(share)
 
     def core_flops(self, length: int) -> float:
-        """Return the operations of one token, forward: of the state what adds to it and reads it, of a chunk half of
-        its square, which causality leaves, for the products of B and C and for the result."""
+        """Return the operations of one token, forward: adding to the state and reading it; and over half of a chunk's
+        square, which causality leaves, the products of B and C and the result."""
         of_states = 4 * self.context_size * self.key_size
         return of_states + min(CHUNK, length) * (self.key_heads * self.key_size + self.context_size)
 
@@ -98,7 +99,7 @@ class Mamba(GatedDelta):
         return {"mamba": Asked(f"--hybrid-layer-pattern is {config.model.hybrid_layer_pattern}", lacked_by=lacked_by)}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what its flags cannot be."""
+        """Yield the problems of its flags."""
         model, flags = config.model, flags_of(config.model, MambaFlags)
         groups, ranks = self.key_heads, config.layout.tensor_model_parallel_size
         if not (model.hidden_size and self.value_size and groups and ranks):

@@ -1,5 +1,5 @@
-"""Defines what one key of another program's configuration can mean here. The tables of this folder are made of
-these."""
+"""Defines the meanings that a key of another program's configuration can have here; the tables of this folder consist
+of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

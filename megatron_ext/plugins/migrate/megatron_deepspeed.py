@@ -77,7 +77,7 @@ _ENGINES = {
     "--hysteresis": ("fp16.hysteresis", 2),
     "--min-loss-scale": ("fp16.min_loss_scale", 1),
 }
-"""Flags of what DeepSpeed does itself, by the keys of its file alone, with the defaults that these have."""
+"""Flags of settings that DeepSpeed reads from its own file alone -> the file's key, and its default."""
 
 _LENGTHS = "lengths that grow are --stages FILE here, with lines as `1000: {seq_length: 2048}`; give that instead"
 _TRAINS_OTHERWISE = {
@@ -123,7 +123,7 @@ def _engine(script: Script) -> object:
 
 
 def _content(named: str) -> dict[str, Any]:
-    """Return each value of the file, or of what is given itself in base64, as DeepSpeed allows, by its dotted key."""
+    """Return each value of the file, or of its content given in base64, as DeepSpeed allows, by its dotted key."""
     from megatron_ext.plugins.migrate import translate
 
     content = translate.read(named) if os.path.exists(named) else None

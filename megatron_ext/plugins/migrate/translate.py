@@ -59,7 +59,7 @@ class Key:
     flags: str = ""
     reason: str = ""
     fix: str = "change it in the file, or leave it out there and see to it yourself"
-    """What the user can do where the key is refused."""
+    """Fix to suggest where the key is refused."""
 
 
 KINDS = {

@@ -41,7 +41,7 @@ class NextToken(Depth):
         yield place.matrix("eh_proj.weight", width, 2 * width, tp_dim=0)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with the projection."""
+        """Yield the extra state that is saved with the projection."""
         yield State(f"{self.name}.eh_proj._extra_state", "extra")
 
     def products(self, share: Share) -> list[Product]:
@@ -49,12 +49,13 @@ class NextToken(Depth):
         return [Product(share.tokens, share.hidden / share.tensor, 2 * share.hidden)]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of both inputs side by side, and of what norms keep: hidden states are kept in any case."""
+        """Return the bytes of the projection's input, embedding and hidden states next to each other, and of the
+        tensors that the norms save; the hidden states themselves are kept in any case."""
         of_norms = 2 * self.norm.held(share) - (share.stream if self.norm.keeps_its_input(share) else 0.0)
         return {"next token": 2 * share.stream + of_norms}
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what tensor-parallel ranks send for the embedding, the projection and the output layer."""
+        """Yield the exchanges of tensor-parallel ranks for the embedding, the projection and the output layer."""
         t, layout = share.tensor, share.config.layout
         if t == 1:
             return
@@ -71,7 +72,7 @@ class NextToken(Depth):
         yield Exchange("tp", "reduce-scatter", 0.0, 4 * one, (0, 3), "m {layers} 4 (t-1)/t A", "mlp")
 
     def pieces(self, config: Config) -> Mapping[str, Asked]:
-        """Return that it asks for more tokens than the next."""
+        """Return the piece that multi-token prediction asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
             "FP8": "which was never compared with another layout in the depths of multi-token prediction",
             "several layers": "and a depth of multi-token prediction is one by itself",
@@ -84,7 +85,7 @@ class NextToken(Depth):
         yield loss_of_depth(self.depth)
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what several predicted tokens do not go with."""
+        """Yield the problems of flags that multi-token prediction cannot be combined with."""
         model, no_copy = config.model, "the last stage would need a copy of"
         flag = f"--mtp-num-layers {model.mtp_num_layers} with"
         if model.position_embedding_type == "learned_absolute":

@@ -87,7 +87,7 @@ class _Axes:
     doublings: bool = False
     """Whether equal distances along x are equal ratios; all x are above 0 then."""
     ratios: bool = False
-    """The same for y."""
+    """Whether equal distances along y are equal ratios; all y are above 0 then."""
 
     @classmethod
     def around(cls, points: Sequence[Point], *, doublings: bool, ratios: bool = False) -> "_Axes":

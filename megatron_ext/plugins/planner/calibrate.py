@@ -4,11 +4,11 @@ The correction is one number for every time. What it stands for (versions of lib
 are fused or not) is much the same for other layouts of the same program on the same machine; docs/planner.md shows how
 far that carries.
 
-A run also differs from its estimate by what is its own and no other layout's. Of the logarithm r of measured over
-estimated time so much is believed as programs differ from each other, and not runs of one program: r t^2 / (t^2 + s^2),
-with the standard deviations t and s of cost/hardware.py. That is the mean of what is known after the run where both
-are normal. Where r is larger than the two explain, t is what explains it (t^2 = r^2 - s^2, empirical Bayes), so that a
-machine of half the speed is believed to be one.
+A run also differs from its estimate for reasons of its own, which no other layout shares. Of the logarithm r of
+measured over estimated time, only the share that comes from differences between programs is believed, not the share
+from differences between runs of one program: r t^2 / (t^2 + s^2), with the standard deviations t (programs) and s
+(runs) of cost/hardware.py. This is the posterior mean where both are normal. Where r is larger than the two explain, t
+is chosen to explain it (t^2 = r^2 - s^2, empirical Bayes), so that a machine of half the speed is believed to be one.
 """
 
 import math

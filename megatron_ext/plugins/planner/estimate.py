@@ -342,8 +342,8 @@ class _Estimate:
         return 1 / (1 + adds + repeats)
 
     def of_a_microbatch(self) -> float:
-        """Return the seconds of all layers and the output layer, in products, attention and what is bound by the
-        memory."""
+        """Return the seconds of all layers and the output layer, in matrix products, attention, and operations bound by
+        memory bandwidth."""
         whole, formulas = self.shapes.whole, self.formulas
         kept = formulas.total(whole)
         moved = 3 * kept
@@ -367,7 +367,8 @@ class _Estimate:
         return with_calls((forward, backward), self.kernels.calls_of_a_pass)
 
     def layers(self, stack: Stack) -> _Passes:
-        """Return the same of some layers alone, with what recomputation repeats of them."""
+        """Return the seconds of matrix products and attention of these layers alone, forward and backward;
+        recomputation's repeated forward passes count as backward."""
         kernels = self.kernels
         forward = stack.total(lambda kind: sum(ahead for ahead, _ in kernels.layer(kind)))
         backward = stack.total(lambda kind: sum(back for _, back in kernels.layer(kind)))
@@ -393,7 +394,8 @@ class _Estimate:
         return seconds(Term("pp", "send", self.formulas.stream, ""), self.config.layout, self.machine)
 
     def data_parallel(self, stage: _Stage, forward: float, backward: float) -> tuple[float, float]:
-        """Return the seconds of data-parallel traffic that no computation hides, and of that which it hides."""
+        """Return the seconds of data-parallel traffic that no computation hides, and the seconds that computation
+        hides."""
         layout = self.config.layout
         gathers = sum(time for term, time in stage.data if term.collective == "all-gather")
         sums = sum(time for _, time in stage.data) - gathers

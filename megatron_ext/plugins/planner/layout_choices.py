@@ -123,9 +123,9 @@ _SPLITS = (
 
 
 def _splits(values: Mapping[str, Any], layers: int, stages: int) -> list[tuple[Choice, int]]:
-    """Return how stages may divide the layers, and what of them is divided evenly: the layers alone; with embedding and
-    loss, or the loss alone, counted as a layer each; or all stages but the last, which has fewer layers and the
-    loss."""
+    """Return the ways in which stages may divide the layers, each with the number of units to divide evenly: the layers
+    alone; with embedding and loss, or the loss alone, counted as a layer each; or all stages but the last, which has
+    fewer layers and the loss."""
     if stages == 1 or any(values.get(name) for name in _SPLITS):
         return [({}, layers)]
     both = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}

@@ -129,7 +129,7 @@ def as_json(result: Evaluation) -> dict[str, Any]:
 
 
 def refusal_as_json(world_size: int, machine: Machine, reasons: list[str]) -> dict[str, Any]:
-    """Return the same of a layout that the rules refuse: no numbers, but the reasons."""
+    """Return keys of `as_json` for a layout that the rules refuse: no numbers, but the reasons."""
     unknown = dict.fromkeys(
         ("step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second", "mfu", "memory_bytes")
     )

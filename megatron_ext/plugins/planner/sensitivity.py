@@ -155,7 +155,7 @@ class Limit:
     """Change of the step's time with 10% more of it, as a share: below 0 where the step gets faster."""
 
     slower: float
-    """The same with 10% less."""
+    """Change of the step's time with 10% less of it, as a share."""
 
     winner_faster: int
     """Place in the list, from 0, of the layout that is fastest with 10% more; -1 for one that is not in the list."""

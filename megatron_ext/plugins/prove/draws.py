@@ -41,7 +41,7 @@ _TRIES = 200
 """Draws of one model, or of one layout, until one can work."""
 
 _TRIES_OF_KINDS = 40
-"""Draws of what stands around the same kinds of parts, until others are drawn."""
+"""Draws of the other flags next to the same kinds of parts, until other kinds are drawn."""
 
 
 @dataclass(frozen=True)

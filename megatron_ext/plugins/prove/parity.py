@@ -35,7 +35,7 @@ CURVE_TOLERANCE = 1e-5
 """Tolerance over all steps: losses in nats per token, gradient norms, and the validation loss after them."""
 
 BF16_FACTOR = 2.0
-"""How far a bf16 curve may be off, in units of one process's own distance between bf16 and fp32."""
+"""Tolerance of a bf16 curve, in units of one process's own distance between bf16 and fp32."""
 
 
 class Experiment:

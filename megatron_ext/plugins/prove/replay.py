@@ -18,7 +18,7 @@ from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.untrusted.untrusted_folder import file_inside
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-2}
-"""How far, relatively, a layout's rounding can be from one process, by the dtype of the weights."""
+"""Relative tolerance between a layout and one process, due to rounding, by the dtype of the weights."""
 
 _LEFT_OUT = ("layout", "checkpoint", "logging", "profiling")
 _CHECKS = ("verify_data", "num_workers", "spike_threshold", "eval_interval", "eval_at_start", "start_eval_at_iter")

@@ -29,11 +29,11 @@ class SideBySide(Attention):
 
     mamba: Mamba = field(kw_only=True)
     multipliers: tuple[float, ...] = field(kw_only=True)
-    """Factors of what attention gives, and of what Mamba-2 gives."""
+    """Factors of attention's output, and of Mamba-2's output."""
 
     @property
     def blocks(self) -> int:
-        """How often tensor-parallel ranks gather its input: for each of the two."""
+        """Number of times that tensor-parallel ranks gather its input: once for each mixer."""
         return 2
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -42,7 +42,7 @@ class SideBySide(Attention):
         yield from self.mamba.parameters(place.inside("mamba"))
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what both keep and save."""
+        """Yield the states that both mixers keep and save."""
         yield from super().state(place)
         yield from self.mamba.state(place.inside("mamba"))
 
@@ -56,7 +56,7 @@ class SideBySide(Attention):
         return {name: ours.get(name, 0.0) + theirs.get(name, 0.0) for name in {**ours, **theirs}}
 
     def gradients(self, share: Share) -> float:
-        """Return the more of both, whose backward passes come one after the other."""
+        """Return the larger of both mixers' gradient bytes, since their backward passes come one after the other."""
         return max(super().gradients(share), self.mamba.gradients(share))
 
     def computed_again(self, share: Share) -> float:
@@ -67,7 +67,7 @@ class SideBySide(Attention):
         return self.mamba.computed_again(share) - sum(ours.values()) + ours["projection"]
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what both send."""
+        """Yield the exchanges of both mixers."""
         yield from super().sent(share)
         yield from self.mamba.sent(share)
 
@@ -91,7 +91,7 @@ class SideBySide(Attention):
         return {**super().pieces(config), **self.mamba.pieces(config)}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what the flags of either cannot be."""
+        """Yield the problems of the flags of either mixer."""
         yield from super().cannot(config)
         yield from self.mamba.cannot(config)
 

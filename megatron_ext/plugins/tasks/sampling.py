@@ -31,7 +31,7 @@ class Sampling:
     """Factor by which tokens of the prompt and of the text so far are made less likely (Keskar et al. 2019,
     arXiv:1909.05858)."""
     seed: int = 1234
-    """Seed of what is drawn: a text depends on it and on the prompt's number alone, not on layout or batch."""
+    """Seed of the draws: a text depends on it and on the prompt's number alone, not on layout or batch."""
     max_new_tokens: int = 128
     """Most tokens to generate."""
     stop: tuple[str, ...] = ()

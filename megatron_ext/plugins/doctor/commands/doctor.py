@@ -44,7 +44,7 @@ CHECKS = (
 
 
 def examine(launch: Launch) -> list[Finding]:
-    """Return what every check found, in their order."""
+    """Return the findings of all checks, in the order of CHECKS."""
     return [finding for check in CHECKS for finding in check(launch)]
 
 

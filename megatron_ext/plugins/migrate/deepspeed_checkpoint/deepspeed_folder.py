@@ -279,7 +279,7 @@ def _our_name(name: str, number: Mapping[str, int]) -> str | None:
 
 
 def _flat(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is no dictionary, by its dotted key."""
+    """Yield each value that is no dictionary, with its dotted key."""
     for key, value in content.items() if isinstance(content, dict) else ():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

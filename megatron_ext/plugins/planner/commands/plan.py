@@ -96,7 +96,7 @@ def _parsed(training: list[str]) -> Typed:
 
 
 def _refusals(options: argparse.Namespace, asked: Question) -> list[str]:
-    """Return the problems that the rules find in the given flags, whatever the layout."""
+    """Return the problems that the rules add to the problems of reading the flags."""
     if options.evaluate:
         evaluated = layout_evaluation.evaluate(asked)
         return evaluated if isinstance(evaluated, list) else []
