@@ -44,7 +44,7 @@ def address_resolves(launch: Launch) -> Iterator[Finding]:
 def port_is_free(launch: Launch) -> Iterator[Finding]:
     """Check that MASTER_PORT is free on this machine."""
     if launch.has_launcher:
-        return  # torchrun listens there
+        return  # torchrun listens on it
     text = launch.environment.get("MASTER_PORT", _DEFAULT_PORT)
     name = "MASTER_PORT" if "MASTER_PORT" in launch.environment else "torchrun's default port"
     if not text.isdecimal() or not 1 <= int(text) <= 65535:

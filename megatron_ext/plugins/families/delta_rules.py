@@ -1,5 +1,5 @@
-"""Holds what families with gated delta rules in most layers have in common, and Qwen3-Next and Qwen3.5 among them:
-attention with gates in the others, norms that hold what they differ from 1."""
+"""Holds code that families with gated delta rules in most layers share, and code that Qwen3-Next and Qwen3.5 share
+among them: gated attention in the other layers, and norms whose stored weight is the difference from 1."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

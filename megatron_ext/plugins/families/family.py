@@ -20,8 +20,8 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
 
 @functools.cache
 def usual_values() -> dict[str, Any]:
-    """Return the flags on which a model's weights, or what it computes from them, depend, with their defaults; without
-    those that say more of another one, and the precision of a router."""
+    """Return the flags on which a model's weights or its function depend, with their defaults, except flags that give
+    details of another flag, and the router's precision."""
     fields = [one for one in dataclasses.fields(ModelConfig) if one.metadata["resume"] in ("shape", "function")]
     details = ("rope_scaling_", "moe_router_dtype", "no_position_embedding", "attention_temperature_step")
     details += (*LATENT_FLAGS, *STRETCH_FLAGS)

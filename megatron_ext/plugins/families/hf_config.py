@@ -1,7 +1,7 @@
 """Reads what a Hugging Face `config.json` says as values of our flags, and writes it back. The file is data: nothing
 that it names is run.
 
-What is peculiar to a family stands in its file in `families/`. A value that our model cannot have (another kind of rope
+Code peculiar to a family stands in its file in `families/`. A value that our model cannot have (another kind of rope
 scaling) and a key that nobody knows are refused by name: a model that trains as something slightly else is worse than
 none.
 """
@@ -38,8 +38,8 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     """Return the family of the model in `folder`, and the values of our flags by field name.
 
     Raises:
-        ConfigurationError: there is no readable `config.json`, or our model cannot be what it describes; with every
-            problem.
+        ConfigurationError: there is no readable `config.json`, or our model cannot compute the model that it describes;
+            with every problem.
     """
     family, reading, prefix, problems = _opened(path := Path(folder) / "config.json")
     reading.understand(_QUANTIZED)
@@ -116,8 +116,8 @@ def _family(kind: str) -> Family | None:
 
 
 def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
-    """Return the family that a `config.json` names, its keys, the words before what is wrong with them, and what is
-    wrong around them."""
+    """Return the family that a `config.json` names, its keys, the prefix for problems of these keys, and the problems
+    of the keys around them."""
     content, prefix, problems = _content(path), "", []
     kind = content.get("model_type")
     _require_no_reason(path, kind)
@@ -241,7 +241,7 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
     given["group_query_attention"] = config.model.num_key_value_heads != config.model.num_attention_heads
     given["num_query_groups"] = config.model.num_key_value_heads
     if not config.model.disable_bias_linear:
-        # They add nothing to the biases that are there.
+        # With biases everywhere these flags add nothing.
         given |= dict.fromkeys(("add_qkv_bias", "add_output_bias", "add_mlp_bias"), False)
     if config.model.position_embedding_type != "learned_absolute":
         given.pop("max_position_embeddings")  # a promise about lengths, with no parameter behind it

@@ -17,7 +17,7 @@ from megatron_ext.config.parse.options import MOST
 
 
 class Reading:
-    """Holds a `config.json`, and what is wrong with it.
+    """Holds the content of a `config.json`, and the problems found in it.
 
     Each method returns a usable value even where it finds a problem, so that all problems are found at once.
     """
@@ -134,7 +134,7 @@ class Reading:
 
     @property
     def is_readable(self) -> bool:
-        """Whether every value so far could be read, so that what they say together means something."""
+        """Whether every value so far could be read, so that checks of several values together make sense."""
         return not self._unread
 
     def found(self) -> list[str]:

@@ -23,7 +23,7 @@ def rotary_values(
 
     A file may have all three, for `rope_scaling` is what model cards tell people to add. As transformers 5 does
     (`modeling_rope_utils.convert_rope_params_to_dict`), `rope_scaling` takes the place of all of `rope_parameters`, and
-    what neither says is taken from next to them. Where they say different things, that is refused.
+    keys that are in neither are read from the top level next to them. Contradictions between them are refused.
     """
     written, added = (reading.section(key) for key in ("rope_parameters", "rope_scaling"))
     for key, place in (("rope_parameters", written), ("rope_scaling", added)):
@@ -63,7 +63,7 @@ def rotary_values(
                 "original_max_position_embeddings", reading.integer("max_position_embeddings", 2048)
             ),
         }
-    # What is not said here no model of the family has (`Family.fixed`).
+    # A flag without a value here has its default in all models of the family (`Family.fixed`).
     if "llama3" in kinds:
         values["use_rope_scaling"] = kind == "llama3"
     if "linear" in kinds:
@@ -235,14 +235,14 @@ def rotary_by_layer_json(content: dict[str, Any], model: ModelConfig, **of_both:
 
 
 def _contradictions(reading: Reading, name: str, outer: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where another place says something else than what is taken from `name`; that nothing is scaled is said by
-    no more than a default.
+    """Yield the contradictions between `name`, whose values are taken, and other places; a `rope_type` of default
+    contradicts nothing: it says no more than a missing key.
 
     Args:
         reading: the whole file.
         name: the place that is taken.
         outer: keys that may stand next to it.
-        taken: what it says.
+        taken: content of `name`.
     """
     places = {"": {key: reading.content.get(key) for key in outer}}
     if name == "rope_scaling":

@@ -63,11 +63,11 @@ def keys(*each: Keys) -> Keys:
 
 
 def switch(key: str, flag: str, usual: bool, *, negated: bool = False, given: str = "") -> Keys:
-    """Return a key that is one of our switches, or not that.
+    """Return a key whose boolean is one of our switches, or its negation.
 
     Args:
-        usual: what it is where the key is missing.
-        given: the property of the model that says whether it is on; empty: `flag`.
+        usual: the key's value where it is missing.
+        given: property of `ModelConfig` with the value to write; empty: `flag`.
     """
     return (
         lambda reading: {flag: reading.boolean(key, usual) != negated},

@@ -1,5 +1,5 @@
-"""Reads what a `config.json` says of the training itself: dropout and the load-balancing loss. These change no logits;
-without flags a run from the folder has them, as transformers' class would.
+"""Reads the training settings of a `config.json`: dropout and the load-balancing loss. These change no logits; without
+flags a run from the folder has them, as transformers' class would.
 """
 
 from collections.abc import Iterable, Iterator

@@ -2,15 +2,16 @@
 
 One projection gives the queries, keys, values, output gates, and two numbers of every value head; a short convolution
 over the latest positions mixes queries, keys and values; the gated delta rule (`rule.py`) takes the place of attention;
-what it gives is normalized head by head, gated, and projected. Several value heads share each key head, and rows of the
+its output is normalized head by head, gated, and projected. Several value heads share each key head, and rows of the
 projection lie key head by key head: tensor-parallel ranks divide all of it by key heads. megatron-core's GatedDeltaNet
 needs `fla` and a GPU; names are as in that class.
 
-Kimi Delta Attention (arXiv:2510.26692, section 4) is the same with a decay for each channel of the key; what decays and
-output gates are projected from is made of the tokens that a rank has, as the latents of attention are.
+Kimi Delta Attention (arXiv:2510.26692, section 4) is the same with a decay for each channel of the key; the vectors
+from which decays and output gates are projected are computed from the tokens that a rank has, as the latents of
+attention are.
 
-All of it between the two projections is computed span by span, and again in the backward pass, so that the projection's
-output and a state for each span are all that is kept of a sequence.
+All of it between the two projections is computed span by span, and again in the backward pass, so that only the
+projection's output and a state for each span are kept of a sequence.
 
 Context-parallel ranks have two pieces of every sample. A piece maps the state before it affinely, S -> A S + C: all
 ranks gather A and C of all pieces, and the last inputs of the convolution of each, and compute from these the state
@@ -271,8 +272,8 @@ class GatedDeltaNet(MegatronModule):
 
 
 class AgainInBackward(torch.autograd.Function):
-    """Computes a function once more in the backward pass, from what it was given. It draws no random numbers, of which
-    megatron-core's and torch's checkpoints keep the generators' states."""
+    """Computes a function once more in the backward pass, from its saved inputs. The function must draw no random
+    numbers: unlike megatron-core's and torch's checkpoints, this keeps no generators' states."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

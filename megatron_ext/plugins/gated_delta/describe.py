@@ -8,15 +8,15 @@ value head, K positions of the convolution, c context-parallel ranks, w bytes of
 
     projected     w T g (2 D + 2 R V + 2 R)     queries, keys, values, gates, decays and steps, before all else; with a
                                                 decay for each channel w T g (2 D + 2 R V + R + R D)
-    gates         w T 2 V                       then: what gates and decays are projected from (/t with sequence
-                                                parallelism)
+    gates         w T 2 V                       then: inputs of the projections of gates and decays (/t with
+                                                sequence parallelism)
     core          4 B g R D V n                 the state before each of the n spans of its part of a sample
     projection    w T g R V                     input of the output projection
 
-What lies between these is computed again in the backward pass, span by span (`computed_again`). With --context-
-parallel-size a rank has two parts of every sample, computes what each makes of a state before it, and sends all
-others that, 2 B g R D (D + V) fp32 numbers, and 2 B (K - 1) g (2 D + R V) inputs of the convolution: both whatever
-the length of a sample.
+Tensors between these are computed again in the backward pass, span by span (`computed_again`). With
+--context-parallel-size a rank has two parts of every sample, computes each part's map of the state before it, and sends
+to all other ranks the maps, 2 B g R D (D + V) fp32 numbers, and 2 B (K - 1) g (2 D + R V) inputs of the convolution:
+both whatever the length of a sample.
 """
 
 from collections.abc import Iterator, Mapping
@@ -185,7 +185,7 @@ class GatedDelta(Part):
         tails = share.width * pieces * samples * (self.kernel - 1) * self.convolved_size // share.tensor
         of_gates = share.width * share.tokens * self.gates_size / share.divided
         if self.by_channel and share.config.layout.sequence_parallel_keep_gathered:
-            # Those of all ranks, and the input once more that the whole projection has a part of.
+            # The gathered vectors of all ranks, and the layer's input once more, of which the projection reads a part.
             of_gates = share.width * share.tokens * self.gates_size + share.stream
         return {
             **({"gates": of_gates} if self.by_channel else {}),
@@ -206,7 +206,7 @@ class GatedDelta(Part):
         chunks = -(-span // chunk)
         keys, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
         size, wide, convolved = self.key_size, self.value_size, self.convolved_size // share.tensor
-        # With one decay keys and queries are multiplied by matrices, which copies those of several pieces or chunks.
+        # With one decay keys and queries are multiplied by matrices, which copies them for several pieces or chunks.
         copies, single, scalars = (0, 0, 2) if self.by_channel else (2 * (pieces * chunks > 1), 4, 6)
         found = []
         for reads in (True, False) if share.context > 1 else (True,):

@@ -1,7 +1,7 @@
 """Computes the gated delta rule (Yang et al. 2024, arXiv:2412.06464, equation 10) chunk by chunk.
 
-    S_t = diag(exp(g_t)) S_{t-1}                      what is kept of the state, a matrix [D, V]
-    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T        what is read at a key is moved towards its value
+    S_t = diag(exp(g_t)) S_{t-1}                      the state, a matrix [D, V], decays
+    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T        the value read at a key is moved towards v_t
     o_t = S_t^T q_t
 
 Within a chunk all of its writes follow from one triangular system (the same, section 3.3); from chunk to chunk the
@@ -61,7 +61,7 @@ def delta_rule(
     chunk = min(CHUNK, 1 << (length - 1).bit_length() if by_channel else length)  # halves have halves
     key, value, log_decay = (_chunks(x, chunk) for x in (key_SD, value_SV, log_decay_SX))
     # From before the chunk. In fp64: the gradient of a decay is a sum over pairs of positions, most of which cancel;
-    # in fp32 that of A_log is off by 2e-5 of its norm, so by 1e-7.
+    # in fp32 A_log's gradient is off by 2e-5 of its norm, so by 1e-7.
     total = log_decay.double().cumsum(-2)
     closing = F.pad(total[..., -1:, :] - total[..., :-1, :], (0, 0, 0, 1)).to(key.dtype).exp()
     opened, kept = total.to(key.dtype).exp(), total[..., -1, :, None].to(key.dtype).exp()

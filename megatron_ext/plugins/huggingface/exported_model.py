@@ -140,7 +140,7 @@ def _tokens(config: Config) -> torch.Tensor:
             tokenizer = tokenizer_from_flags(data)
             ids = tokenizer.encode(_TEXT * length)[:length]
         except ConfigurationError:
-            pass  # its files are no longer there
+            pass  # its files are gone
     return torch.tensor([ids])
 
 

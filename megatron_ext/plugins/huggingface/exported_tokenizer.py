@@ -88,7 +88,8 @@ _WAYS_OUT = (
 
 
 def _compare_with_transformers(written: HuggingFaceTokenizer, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Compare what AutoTokenizer makes of the folder; see the head of this file for the class that it takes."""
+    """Compare the tokenizer that AutoTokenizer reads from the folder; see the head of this file for the class that it
+    takes."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(written.folder)
@@ -177,7 +178,7 @@ def _held_out_texts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], st
         try:
             check_indexed_files(prefix)
             texts += [tokenizer.decode(ids) for ids in _documents(prefix, files.bounds, tokenizer.eod)]
-        except (ConfigurationError, DataError, OSError) as error:  # the first of files that are no longer there
+        except (ConfigurationError, DataError, OSError) as error:  # the first of files that are gone
             return [], f"{files.flag} {prefix} cannot be read ({error})"
         if len(texts) >= _DOCUMENTS:
             break

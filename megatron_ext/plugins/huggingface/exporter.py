@@ -159,7 +159,7 @@ def write_tensors(
 
     Args:
         entries: the places, by the names of `mappings`.
-        repeated: tensors that repeat another one, with that.
+        repeated: tensors that repeat another one -> the other one.
     Raises:
         DataError: the shards are not what the manifest says.
     """

@@ -111,8 +111,8 @@ def experts_apart(entries: dict[str, Entry], family: Family) -> dict[str, Entry]
 
 
 def equal_thirds(entries: Mapping[str, Entry], mappings: Iterable[ParameterMapping]) -> dict[str, Entry]:
-    """Return the convolutions of delta rules that lie in three tensors of equal size, the last one what is left,
-    whatever the sizes of queries, keys and values, as transformers 5.23 writes the convolutions of an OLMo hybrid."""
+    """Return the convolutions of delta rules that lie in three tensors of equal size, the last one the rest, whatever
+    the sizes of queries, keys and values, as transformers 5.23 writes the convolutions of an OLMo hybrid."""
     found: dict[str, Entry] = {}
     for mapping in mappings:
         shapes = mapping.tensor_shapes()

@@ -37,8 +37,8 @@ def read_model(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     one, tied or untied embeddings by the output layer that the files hold.
 
     transformers writes `num_nextn_predict_layers` 1 into every file of some families, and leaves their weights out.
-    Around a text model it takes what is said next to `text_config`, of some types also what is said inside, or what
-    their class has; and it ties no output layer that differs from the embeddings.
+    Around a text model it takes `tie_word_embeddings` from next to `text_config`, for some types also from inside, or
+    the default of their class; and it ties no output layer that differs from the embeddings.
     """
     family, values = read_hf_config(folder)
     values["hf_model_type"] = family.model_type
@@ -84,8 +84,8 @@ class HFFolder:
         self.remarks = [*_unread_index(self.path)]
         if unquantized:
             self.remarks.append(f"{self.path}: {unquantized} quantized tensors are read as bf16")
-        """Sentences on what is not read of the folder; `check` adds one that counts and names the tensors that are left
-        out, if there are any."""
+        """Sentences on contents of the folder that are not read; `check` adds one that counts and names the tensors
+        that are left out, if there are any."""
 
     def check(self, config: Config) -> None:
         """Check that the files hold the model that `config` (made from `values`) describes, and nothing else that

@@ -146,8 +146,8 @@ class LatentSelfAttention(MegatronModule):
 
     def _projected(self, hidden_sBM: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return queries, [B, H, S, D], the latent of keys and values, [s, B, R], the channels of the key that all
-        heads share, [B, 1, S, P], and what the indexer, if there is one, makes of each token (`Index`). What is rotated
-        is rotated."""
+        heads share, [B, 1, S, P], and the indexer's queries, keys and weights, if there is an indexer (`Index`). RoPE,
+        if any, is applied to the last P channels of queries and to the shared channels of the key."""
         described, core, index = self.described, self.core_attention, ()
         if described.query_rank is None:
             query_SBM: torch.Tensor = self.linear_q_proj(hidden_sBM)[0]
@@ -159,7 +159,7 @@ class LatentSelfAttention(MegatronModule):
                 index = core.indexer(hidden_sBM, latent, table)
         kept_sBM = self.linear_kv_down_proj(hidden_sBM)
         latent_sBR, shared_SBP = kept_sBM.split((described.rank, described.position_size), dim=-1)
-        # The gradient of what all heads share is the sum over those of all ranks.
+        # The gradient of the channels that all heads share is the sum over all ranks' gradients.
         if self.config.sequence_parallel:
             shared_SBP = gather_from_sequence_parallel_region(shared_SBP.contiguous(), group=self.tp_group)
         elif self.tp_group.size() > 1:
@@ -199,7 +199,7 @@ class LatentSelfAttention(MegatronModule):
         core = self.core_attention
         attend = inference.attention(core, self.layer_number)
         latent_B1SR = latent_SBR.transpose(0, 1)[:, None]
-        # The indexer's keys lie behind what one key head of all queries is, which are 0 there.
+        # The indexer's keys lie after the channels of the one key head; queries are 0 in the indexer's channels.
         of_indexer = [index[1][:, None]] if index else []
         kept = torch.cat((latent_B1SR, shared_key_B1SP, *of_indexer), dim=-1)
         if inference.goes_on:

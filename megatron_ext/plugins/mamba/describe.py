@@ -1,11 +1,12 @@
 """Describes Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): in the place of keys and values of all positions each head has
-a state of one size, which every position decays, reads, and adds to. Heads of a group share B and C, what is added with
-and read with: as value heads of a gated delta rule share a key head, of which it is all but the correction.
+a state of one size, which every position decays, reads, and adds to. Heads of a group share B, with which they add to
+the state, and C, with which they read it, as value heads of a gated delta rule share a key head; Mamba-2 is a gated
+delta rule without the correction.
 
-With g groups of a rank, R heads of each, N numbers of a state's channel and P channels of a head, a rank holds what
-`plugins/gated_delta/describe.py` says, with D = N, V = P, and g (2 N + 2 R P + R) channels of the projection.
-Context-parallel ranks send what their parts of a sample make of a state before it, one factor and a sum of a head:
-2 B g R N (P + 1) fp32 numbers.
+With g groups of a rank, R heads of each, N numbers of a state's channel and P channels of a head, a rank holds the
+tensors listed in `plugins/gated_delta/describe.py`, with D = N, V = P, and g (2 N + 2 R P + R) channels of the
+projection. Context-parallel ranks send the maps of the state of their parts of a sample, a factor and a sum for each
+head: 2 B g R N (P + 1) fp32 numbers.
 """
 
 from collections.abc import Iterator

@@ -27,8 +27,8 @@ class Default:
 
 @dataclass(frozen=True)
 class NoCounterpart:
-    """Says that nothing here does this, and why the training does not depend on it: speed, memory that the program
-    spares in its own way, or what is shown."""
+    """Says that no flag of ours does this, and why the training does not depend on it: it concerns speed, memory that
+    the program saves in its own way, or output."""
 
     reason: str
 

@@ -85,7 +85,7 @@ _TRAINS_OTHERWISE = {
     "data_efficiency": _LENGTHS,
     "compression_training": "weights are not compressed while they train; leave it out",
 }
-"""Sections of the file that change what is trained where they are enabled, and what to do instead."""
+"""Sections of the file that change the training where they are enabled -> the fix to suggest."""
 
 _STAGES = (
     "it cuts samples of --seq-length short, and here a stage has other samples, of its own length; put {} into a file, "
@@ -205,7 +205,7 @@ def _give(script: Script, content: dict[str, Any]) -> None:
     """Give the flags that keys of DeepSpeed's file mean, and say what becomes of the others."""
     from megatron_ext.plugins.migrate.translate import translate
 
-    # What the script says and the file does not, but which the meaning of the file's keys depends on.
+    # Settings of the script, absent from the file, that the meaning of the file's keys depends on.
     content["fp16.enabled"] = "--fp16" in script
     if "--cpu-optimizer" in script or "--cpu-torch-adam" in script:
         content["zero_optimization.cpu_offload"] = True

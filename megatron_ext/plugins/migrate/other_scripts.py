@@ -182,7 +182,8 @@ def read_weighted_splits(script: Script) -> None:
 
 
 def _prefixes(groups: Sequence[str]) -> list[str]:
-    """Return weights and prefixes in turn. Raises ValueError where the words are others, or mean what is not here."""
+    """Return weights and prefixes in turn. Raises ValueError where the words have another form, or a meaning that we do
+    not support."""
     found = _GROUP.fullmatch(groups[0]) if len(groups) == 1 else None
     items = [item.split() for item in found[1].split(",")] if found else []
     if not items or any(len(item) != 3 for item in items):

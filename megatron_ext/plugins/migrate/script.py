@@ -6,7 +6,8 @@ from megatron_ext.config.parse.arguments import flag_groups
 
 
 class Script:
-    """The flags of a script, named with hyphens, and what is to be said of those taken out; the last mention counts."""
+    """The flags of a script, named with hyphens, and the problems and warnings of flags that were removed; of a
+    repeated flag the last mention counts."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.problems: list[str] = []

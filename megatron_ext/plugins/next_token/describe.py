@@ -1,9 +1,10 @@
-"""Describes what a depth of multi-token prediction has besides its transformer layer (DeepSeek-V3, arXiv:2412.19437,
-section 2.2).
+"""Describes the modules that a depth of multi-token prediction has besides its transformer layer (DeepSeek-V3,
+arXiv:2412.19437, section 2.2).
 
 Depth k, from 1, takes the hidden states h of depth k - 1 (of depth 0: of the final norm) and the embedding of the token
-k positions ahead: h' = final_layernorm(layer(eh_proj [enorm(embedding); hnorm(h)])), of which the model's output layer
-makes the logits of the token after that one. The last pipeline stage has all depths, and word embeddings for them.
+k positions ahead: h' = final_layernorm(layer(eh_proj [enorm(embedding); hnorm(h)])), from which the model's output
+layer computes the logits of the token after that one. The last pipeline stage has all depths, and word embeddings for
+them.
 """
 
 from collections.abc import Iterator, Mapping

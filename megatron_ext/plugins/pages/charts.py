@@ -212,10 +212,10 @@ def chart(
     """Return one chart: a line for each series, with a key where there are several.
 
     Args:
-        along: what the horizontal axis counts, in the singular.
+        along: unit that the horizontal axis counts, in the singular.
         doublings: whether it counts in doublings, from 1 upwards, with a tick at each x that the data has.
         logarithmic: whether both axes are; points that are not above 0 are left out.
-        extras: what else is drawn.
+        extras: marks and a second labelling of the axis.
     """
     extras = extras or Extras()
     heading: list[Content] = [name, " ", element("span", f"{unit}{f' by {along}' if doublings else ''}")]
@@ -292,7 +292,7 @@ def bars_picture(title: str, unit: str, rows: Bars, limit: float) -> Markup:
         title: what the picture shows.
         unit: of the values.
         rows: the bars.
-        limit: where a line marks what there is room for.
+        limit: value that a line marks as the room available.
     """
     names, height, drawing = _bars(unit, rows, limit, left=170, width=760)
     key = [(f"\u25a0 {name}", f"part{n}") for n, name in enumerate(names)]
@@ -415,11 +415,11 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def load_picture(name: str, rows: Sequence[tuple[str, Sequence[int]]], along: str) -> Markup:
-    """Return a picture with a line of cells for each row, coloured by how many times the row's mean a cell has.
+    """Return a picture with a line of cells for each row, coloured by the cell's count divided by the row's mean.
 
     Args:
         rows: name and counts of each.
-        along: what a cell is, in the singular.
+        along: name of a cell, in the singular.
     """
     height, most = 14.0, max(len(counts) for _, counts in rows)
     marks: list[Content] = []

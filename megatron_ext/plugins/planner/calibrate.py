@@ -66,7 +66,8 @@ def read_metrics(path: Path) -> Measured:
 
 
 def corrected(machine: Machine, values: Mapping[str, Any], facts: Facts, measured: Measured) -> Machine:
-    """Return the machine whose estimates are corrected by what is to be believed of the measured run.
+    """Return the machine with a correction of its estimates: the believed share of the measured run's deviation (see
+    the head of this file).
 
     Args:
         values: the measured run's values of flags, by field name.

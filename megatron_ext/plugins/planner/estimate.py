@@ -2,13 +2,14 @@
 measurement.
 
     compute     matrix products, attention, by their sizes (cost/kernel_times.py), and on CPU ranks the program's calls
-    memory      what is no matrix product: activations are written once and read twice, gradients of weights added up
+    memory      everything but matrix products: activations are written once and read twice, gradients of weights are
+                added up
     tp, cp, ep  traffic inside of layers that the program does not overlap with computation: of tensor parallelism's the
                 backward pass hides the gathering for, and the summing next to, weight gradients (megatron-core's
                 column-parallel layers); a ring of context parallelism hides behind attention; routing does not hide
     pp          sends between stages
-    bubble      what the busiest stage waits, from the simulated schedule
-    dp          what of the data-parallel traffic is not hidden: with --overlap-grad-reduce the reduction has the
+    bubble      waiting time of the busiest stage, from the simulated schedule
+    dp          data-parallel traffic that computation does not hide: with --overlap-grad-reduce the reduction has the
                 backward pass of one microbatch to hide behind, with --overlap-param-gather the gathering one forward
                 pass; FSDP2's has all of them
     optimizer   reading and writing its state, and on CPU ranks the calls of a step
@@ -84,7 +85,8 @@ _PARTS = tuple(part.name for part in fields(StepTime) if part.name not in _BESID
 
 @dataclass(frozen=True)
 class _OfModel:
-    """Seconds of one stage for one microbatch: what is the same however data-parallel ranks share their state."""
+    """Seconds of one stage for one microbatch, as far as they do not depend on how data-parallel ranks share their
+    state."""
 
     compute: list[tuple[float, float]]
     """Seconds of forward and backward pass, by chunk."""
@@ -102,7 +104,7 @@ class _OfModel:
 
     @functools.cached_property
     def passes(self) -> tuple[list[float], list[float]]:
-        """Return seconds of forward and backward pass by chunk, with what is sent in them."""
+        """Return seconds of forward and backward pass by chunk, with the traffic in them."""
         each = sum(self.links.values()) / len(self.compute)
         # Of a layer's traffic a backward pass sends at least as much as a forward pass.
         forward = [compute[0] + memory[0] + each / 2 for compute, memory in zip(self.compute, self.memory, strict=True)]
@@ -191,8 +193,8 @@ def _in_turn(times: Times, share: float, mean: float) -> Times:
 
 
 def at_least(work: Workload, machine: Machine) -> float:
-    """Return seconds below which no estimate of this workload is: products, attention and what is bound by the memory,
-    shared evenly by all stages, and the bubble of that."""
+    """Return a lower bound in seconds of all estimates of this workload: matrix products, attention and operations
+    bound by memory bandwidth, shared evenly by all stages, and their bubble."""
     layout = work.config.layout
     kernels = work.kernels(machine, fsdp=_divides_weights(work))
     of_all = work.once_for_portion(("all", id(kernels)), lambda: _Estimate(work, machine).of_a_microbatch())
@@ -205,8 +207,8 @@ def at_least(work: Workload, machine: Machine) -> float:
 
 
 def formula_at_least(work: Workload, machine: Machine) -> float:
-    """Return seconds below which no estimate by the bubble's formula is: the first stage's passes, with what is sent in
-    them. This is closer than `at_least`, and dearer to ask."""
+    """Return a lower bound in seconds of estimates by the bubble's formula: the first stage's passes, with the traffic
+    in them. This bound is closer than `at_least`, and takes longer to compute."""
     if machine.processes_share(work.config.layout.world_size) < 1.0:
         return at_least(work, machine)
     forward, backward = _Estimate(work, machine).model(0).passes
@@ -227,7 +229,7 @@ def _waiting(work: Workload, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one microbatch by stage and chunk, with what is sent in a pass."""
+    """Seconds of one microbatch by stage and chunk, with the traffic in a pass."""
 
     forward: list[list[float]]
     backward: list[list[float]]
@@ -381,7 +383,7 @@ class _Estimate:
         """Return the seconds of everything that is bound by the memory: norms, activations, additions."""
         kept = self.formulas.total(layers)
         kept_bytes = self.formulas.chunk(layers, first=first, last=last)
-        # What is computed anew is written and read once more.
+        # Recomputed activations are written and read once more.
         again = 2 * max(kept - kept_bytes.layers, 0.0)
         # The logits' few operations are long reads and writes.
         logits = (kept_bytes.loss + kept_bytes.logits) / self.kernels.stream

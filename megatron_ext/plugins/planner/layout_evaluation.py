@@ -76,7 +76,8 @@ class Evaluation:
 
 
 def evaluate(question: Question) -> Evaluation | list[str]:
-    """Return the evaluation of the layout in the question's values, or what the program's rules have against it."""
+    """Return the evaluation of the layout in the question's values, or the problems that the program's rules find in
+    it."""
     config = resolved(question, {})
     return problems(config, question.facts) or evaluate_config(config, question.machine, question.usable_bytes)
 
@@ -89,7 +90,7 @@ def evaluate_config(config: Config, machine: Machine, usable: float) -> Evaluati
 
 
 def as_candidate(result: Evaluation) -> Candidate:
-    """Return the layout as if a search had found it, for what is said of those."""
+    """Return the layout as if a search had found it, for the functions that report on candidates."""
     worst = result.worst_stage
     work = Workload(result.config, Shapes(result.config), fused=result.machine.devices.is_gpu)
     return Candidate({}, result.config, "as given", "as given", worst, result.stages[worst], work, result.time)

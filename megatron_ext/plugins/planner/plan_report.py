@@ -121,7 +121,7 @@ def name(candidate: Candidate) -> str:
 
 
 def speed(candidate: Candidate, machine: Machine) -> str:
-    """Return how fast the first layout is, and what it keeps in host memory."""
+    """Return a sentence on the first layout's speed, and on the state that it keeps in host memory."""
     config = candidate.config
     tokens = config.training.global_batch_size * config.model.seq_length / candidate.seconds
     each, share = tokens / config.layout.world_size, _share_of_peak(candidate, machine)
@@ -261,7 +261,7 @@ def as_json(question: Question, answer: Answer, short: Sequence[Candidate]) -> d
     """Return everything that the report is made of.
 
     Args:
-        short: what is faster with 2-byte gradients.
+        short: layouts that are faster with 2-byte gradients.
     """
     return {
         "world_size": question.world_size,

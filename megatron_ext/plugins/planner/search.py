@@ -1,4 +1,5 @@
-"""Searches every combination that the program's own rules allow: what it needs, and which fit and are fastest."""
+"""Searches every combination that the program's own rules allow: computes the memory that each needs, and finds the
+ones that fit and are fastest."""
 
 import functools
 import math
@@ -349,7 +350,7 @@ def _with_least_recomputation(
     """
     fitting = None
     places = range(least, len(recomputed.ways))
-    # What is kept anyway may be too much already: then the most that is legal.
+    # Where the state alone does not fit, whatever is recomputed: the most recomputation that is legal.
     hopeless = not state_fits(work, recomputed.usable)
     for index in reversed(places) if hopeless else places:
         config = recomputed.of(work.config, index)

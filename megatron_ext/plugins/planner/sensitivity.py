@@ -128,7 +128,7 @@ def with_short_gradients(question: Question, answer: Answer) -> list[Candidate]:
     limit = answer.best[0].seconds / (1 + _LEAST_GAIN_OF_SHORT_GRADIENTS)
     short = {"grad_reduce_in_bf16": True}
     resolved = {**short, "accumulate_allreduce_grads_in_fp32": False}
-    # What host memory had to take before is part of the flags of the best.
+    # If the best layout keeps its optimizer in host memory, that flag is kept.
     moved = {name: True for name in ("optimizer_cpu_offload",) if answer.best[0].choice.get(name)}
     candidates = tried_again(question, answer.tight, resolved, limit, 3)
     return [replace(each, choice={**each.choice, **moved, **short}) for each in candidates]

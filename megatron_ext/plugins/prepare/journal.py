@@ -1,4 +1,4 @@
-"""Records how far an interrupted preprocessing run came, and what a finished one was made from.
+"""Records how far an interrupted preprocessing run came, and the inputs of a finished one.
 
 `<prefix>.partial.json` is replaced every few seconds, after the tokens that it speaks of are on the disk.
 `<prefix>_manifest.json` is written at the end; nothing in it depends on the machine, the time or the workers.
@@ -33,7 +33,7 @@ class Progress:
 
 @dataclass
 class Journal:
-    """Holds what a run needs to go on where an earlier one stopped."""
+    """Holds the state that a run needs to go on where an earlier one stopped."""
 
     job: dict[str, Any]  # all that decides the output
     position: ReadPosition = ReadPosition()  # noqa: RUF009 (frozen)

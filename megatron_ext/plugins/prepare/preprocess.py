@@ -97,7 +97,7 @@ def encode_files(
     Args:
         job: what to do. If an earlier run of the same job was killed, this one goes on where that one stopped.
         report: called at the beginning and after each block.
-        note: called with what the user should know: which encoder runs, what was left out.
+        note: called with messages for the user: which encoder runs, and records that were left out.
 
     Raises:
         ConfigurationError: a flag cannot work.
@@ -163,7 +163,7 @@ class _Run:
             self._discard()
             raise
         except BaseException:
-            # What is noted can be used again, by the next run; what is not noted is lost in any case.
+            # The next run can use the tokens that the journal covers; the others are lost in any case.
             if self._journal_path.exists():
                 for writer in self._writers:
                     writer.close()

@@ -82,7 +82,7 @@ def assemble(
     Args:
         config: the configuration of the run, whose catalogue lists the tensors.
         shards: the shards of all ranks.
-        lacks_some: whether the model may do without tensors of the catalogue, in whose layers others stand.
+        lacks_some: whether tensors of the catalogue may be missing, because the layers have other ones instead.
     Returns:
         Whole tensors by name, in the order of a forward pass, without vocabulary padding, so that any two layouts
         have the same shapes; and what is wrong with them: a tensor that several ranks hold and disagree on (the

@@ -81,13 +81,13 @@ def replay(folder: Path, step: int, *, metrics: Path | None = None, device: str 
         device: cpu or cuda.
     Raises:
         ConfigurationError: there is no such run or step, or one process cannot take it.
-        DataError: data or checkpoint are not what they were.
+        DataError: data or checkpoint have changed since the run.
     """
     saved = saved_iterations(folder)
     if not saved or step < 1:
         raise ConfigurationError(f"{folder} holds no checkpoint of step {step} or before; give a --save folder")
     begun = max((iteration for iteration in saved if iteration < step), default=0)
-    # The flags that the step was taken with are those of the checkpoint after it.
+    # The checkpoint after the step has the flags that the step was taken with.
     values = _flags(folder, next((iteration for iteration in saved if iteration >= step), saved[-1]))
     if not begun and (values.get("load_hf") or values.get("finetune")):
         raise ConfigurationError(
@@ -117,7 +117,8 @@ def _flags(folder: Path, iteration: int) -> dict[str, Any]:
 
 
 def _alone(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that one process needs: not how ranks share the work, what is saved, logged and checked."""
+    """Return the values that one process needs: without the layout, and without the settings of saving, logging and
+    checks."""
     kept = {option.name for option in options() if option.group not in _LEFT_OUT and not option.saves_memory}
     needed = {name: value for name, value in values.items() if name in kept and name not in _CHECKS}
     return {

@@ -180,7 +180,8 @@ class Trials:
         return self._folder / name
 
     def _exported(self, saved: Path, run: RunRecord) -> tuple[bool, list[str]]:
-        """Export a checkpoint, and return whether there is a family for it, and what is not read back as it was."""
+        """Export a checkpoint, and return whether there is a family for it, and the problems of tensors that are not
+        read back as they were."""
         import torch
 
         from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
@@ -346,7 +347,7 @@ def _in_16_bits(draw: Draw) -> bool:
 
 
 def _may_be_rounding(problem: str) -> bool:
-    """Return whether rounding could be what is wrong."""
+    """Return whether rounding could explain the problem."""
     return " off (tolerance" in problem
 
 

@@ -121,7 +121,8 @@ class ShortConvolution(Part):
         return {"short convolution": Asked(asked, lacked_by=lacked_by)}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield that ranks do not divide the channels, or that a part of a sample is shorter than what it sees."""
+        """Yield that ranks do not divide the channels, or that a part of a sample is shorter than the positions that
+        the convolution sees."""
         model, layout = config.model, config.layout
         if self.channels and positive(ranks := layout.tensor_model_parallel_size) and self.channels % ranks:
             yield (

@@ -1,5 +1,5 @@
-"""Describes attention and Mamba-2 side by side (Falcon-H1, arXiv:2507.22448, section 2.1): a rank holds and sends what
-both do, and adds up what both give in one exchange."""
+"""Describes attention and Mamba-2 side by side (Falcon-H1, arXiv:2507.22448, section 2.1): a rank holds the tensors and
+makes the exchanges of both mixers, and sums both outputs over ranks in one exchange."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ class SideBySide(Attention):
     def core(self, share: Share) -> Core:
         """Return both as one."""
         ours, theirs = super().core(share), self.mamba.core(share)
-        attention = share.tokens * super().core_flops(share.length) / share.tensor  # ours.flops are those of both
+        attention = share.tokens * super().core_flops(share.length) / share.tensor  # ours.flops counts both
         flops = attention + theirs.flops
         again = (ours.again * attention + theirs.again * theirs.flops) / flops
         return Core(

@@ -23,7 +23,7 @@ _KEYS = ("task", "valid_data", "overlapping_eval", "strict_lambada")
 
 @dataclass(frozen=True)
 class EvalTask:
-    """One task: what is asked of the model, and the files that it is asked about."""
+    """One task: its kind and settings, and its files of texts or questions."""
 
     name: str
     """Name in logs and results."""

@@ -261,7 +261,7 @@ def check_prompts(model: Model, prompts: Sequence[Sequence[int]], sampling: Samp
 
 
 class Stream:
-    """Writes what is certain of a growing text: no half character, and nothing that may belong to a stop string.
+    """Writes the final part of a growing text: no half character, and nothing that may belong to a stop string.
 
     Args:
         tokenizer: decodes the ids.
@@ -277,7 +277,7 @@ class Stream:
         self._written = 0
 
     def __call__(self, number: int, tokens: list[int]) -> None:
-        """Write what the last token has made certain; an `OnToken` of `generation`."""
+        """Write the text that the last token has made final; an `OnToken` of `generation`."""
         text = text_after(self._tokenizer, self._prompt, tokens).rstrip("\ufffd")
         kept_back = max((_overlap(text, one) for one in self._stop), default=0)
         self._until(text[: len(text) - kept_back])

@@ -91,7 +91,7 @@ class Model:
         Args:
             tokens_BS: int64, on the device; only its shape matters but on the first stage.
             positions: int64 [B, S] or [1, S].
-            inference: how tokens attend, and what is read on the last stage.
+            inference: how tokens attend, and which positions' logits are read on the last stage.
         Returns:
             On the last stage, the logits that `inference` reads; None on other stages.
         """
@@ -155,7 +155,7 @@ class Model:
                 chunk.train(training)
 
     def _no_gradients(self) -> AbstractContextManager[Any]:
-        """Return inference mode, or in training no_grad: what is made in inference mode, and kept, can never get a
+        """Return inference mode, or in training no_grad: tensors made in inference mode, and kept, can never get a
         gradient."""
         in_training = any(weight.requires_grad for chunk in self.chunks for weight in chunk.parameters())
         return torch.no_grad() if in_training else torch.inference_mode()

@@ -83,7 +83,7 @@ class Sampler:
     Args:
         sampling: how.
         prompts: ids of each row's prompt.
-        numbers: number of each row's prompt, which with the seed decides what is drawn for it.
+        numbers: number of each row's prompt, which with the seed decides the row's draws.
         vocab_size: number of ids.
     """
 

@@ -64,8 +64,8 @@ class Speculation:
         over all ranks.
 
         Args:
-            goes_on: whether each row kept what the last pass gave; a finished one goes along, and its tokens mean
-                nothing.
+            goes_on: whether each row kept the tokens of the last pass; a finished row is computed along, and its tokens
+                mean nothing.
         """
         if not self._is_first:
             for cache in (self._trunk, *self._ahead):

@@ -246,7 +246,7 @@ class DeepSpeedFolder:
                 shards = [one[name] for one in ranks if isinstance(one.get(name), Entry | Pieces)]
                 if len(shards) < len(ranks):
                     raise DataError(f"{self.path}: {name} is no tensor of weights in order on every rank")
-                found.setdefault(ours, shards)  # tied embeddings are there twice
+                found.setdefault(ours, shards)  # tied embeddings are saved twice
             elif not _CONSTANTS.fullmatch(name):
                 unknown.append(name)
         if unknown:

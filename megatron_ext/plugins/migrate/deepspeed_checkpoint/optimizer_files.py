@@ -153,7 +153,8 @@ def part_of(entry: Entry, start: int, size: int) -> Entry:
 
 
 def find_states(files: Iterable[Any], weights: Mapping[str, Any]) -> dict[str, dict[str, Pieces]]:
-    """Return of each state (param, exp_avg, exp_avg_sq) what is found of a tensor-parallel rank, by DeepSpeed's names.
+    """Return, for each state (param, exp_avg, exp_avg_sq), the tensors found for a tensor-parallel rank, by DeepSpeed's
+    names.
 
     Args:
         files: contents that its pipeline stages or expert-parallel ranks have saved.
