@@ -3,7 +3,7 @@
 #
 # Question: ten texts of 10 tokens, 0 to 99, are written by `optimize` and read in blocks by StreamingDataset. Which
 # tokens never come, for chunk_size 20 and blocks of 8, for 30 and 16, and for one chunk of all and blocks of 16?
-# Guessed before measuring: the last 100 % block tokens of the whole: 96 to 99 each time. Measured: 16 to 19, 36 to 39
+# Expected: the last 100 % block tokens of the whole: 96 to 99 each time. Measured: 16 to 19, 36 to 39
 # and so on to 99 (20 of 100); 52 of 100; 96 to 99. Blocks do not go over the edge of a chunk, a chunk ends with a
 # whole text, and the last chunk of 10 tokens holds no block of 16. A chunk should hold thousands of blocks.
 set -euo pipefail

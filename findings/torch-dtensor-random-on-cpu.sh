@@ -3,7 +3,8 @@
 #
 # Question: four CPU ranks call torch.manual_seed(0). Of eight rows, divided by Shard(0), how many are distinct after
 # distributed.tensor.rand, after nn.init.normal_ on a DTensor, and after dropout of ones?
-# Guessed before measuring: two, two, and eight (dropout of a DTensor has offsets of its own). Measured: `rand` and
+# Guessed before measuring: two after `rand`; expected: two and eight after the others (dropout of a DTensor has offsets
+# of its own). Measured: `rand` and
 # `randn` raise an AssertionError without a text, the other two repeat the first rank's two rows four times; no warning
 # is given by nn.init. A CPU rehearsal of a sharded model therefore starts from weights of a quarter of their rank.
 set -euo pipefail

@@ -3,8 +3,8 @@
 #
 # Question: 4 ranks with 2 chunks of the model each, 8 microbatches. How many chunks of microbatches at most have gone
 # forward on ranks 0 to 3 while the gradient of their input has not been computed?
-# Guessed before measuring: Interleaved1F1B 11, 9, 7, 5; InterleavedZeroBubble as many, for it divides backwards and
-# keeps the order; ZBVZeroBubble 8 everywhere; DualPipeV 9 everywhere. Measured: InterleavedZeroBubble 8, 7, 6, 5 (and 8
+# Expected: Interleaved1F1B 11, 9, 7, 5; InterleavedZeroBubble as many, for it divides backwards and keeps the order.
+# Guessed before measuring: ZBVZeroBubble 8 everywhere, DualPipeV 9 everywhere. Measured: InterleavedZeroBubble 8, 7, 6, 5 (and 8
 # everywhere where one counts until the weights' gradient), DualPipeV 8, 8, 8, 9. With 4 chunks a rank 19, 17, 15, 13
 # become 16, 15, 14, 13. Sixteen microbatches change none of these, so a rank's memory must be planned by the schedule.
 set -euo pipefail
