@@ -172,8 +172,7 @@ def _answer_streaming(
 
 
 def encoder(model: Any, template: str | None) -> "Encoder":
-    """Return a function that encodes a prompt into ids; without a tokenizer, prompts are ids already, such as "17 4
-    99".
+    """Return a function that encodes a prompt; without a tokenizer, prompts are ids already, such as "17 4 99".
 
     Args:
         model: the model.
