@@ -206,6 +206,7 @@ def _fail_with_a_save_in_progress(flags: list[str], kind: str) -> tuple[str, str
     return type(caught.value).__name__, said.getvalue()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "saved"), [("NaN", [2, 4]), ("other", [2])])
 def test_a_failing_run_does_not_lose_a_save_in_silence(kind: str, saved: list[int], tmp_path: Path) -> None:
     """Where every rank fails alike, the save is finished; where ranks may be gone, it is given up aloud."""

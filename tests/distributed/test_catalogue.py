@@ -222,9 +222,7 @@ def described() -> Callable[[str, str], Sequence[tuple[Place, dict[str, Built]]]
     return lambda layout, model: on_ranks(configs[layout, model].layout.world_size)[layout, model]
 
 
-@pytest.mark.first(
-    *(f"{layout}-{model}" for layout, model in CASES if layout in ("TP2", "PP2 VPP2") or "|mL" in layout)
-)
+@pytest.mark.first(*(f"{layout}-{model}" for layout, model in CASES if layout == "TP2" or "|mL" in layout))
 @pytest.mark.parametrize(("layout", "model"), CASES)
 def test_catalogue_is_the_model(layout: str, model: str, whole_model: Any, described: Any) -> None:
     config = _config(layout, model)

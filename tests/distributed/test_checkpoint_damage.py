@@ -133,6 +133,7 @@ def test_folders_that_changed_their_names_are_told_from_the_state_in_them(saved:
     assert (tmp_path / "save/iter_0000002").exists()
 
 
+@pytest.mark.full
 def test_200_flipped_bits(saved: Path) -> None:
     """Anywhere in any file, chosen by size. Each is found by what `load_checkpoint` asks before it reads anything."""
     checkpoint = saved / "iter_0000002"

@@ -139,6 +139,7 @@ EVERY_KIND = {
     "Falcon-H1, packed": "",
     "Mamba-2 hybrid": "",
     "delta rules with LayerNorm": "",
+    "short convolutions, packed": "",
 }
 LEARNED = "learned positions, biases"
 IN_16_BITS = [

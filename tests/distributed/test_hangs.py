@@ -222,6 +222,7 @@ def test_the_first_cause_of_a_death_survives(ended: dict[str, Ended], name: str,
     assert ("Fatal Python error: Segmentation fault" in case.ranks[1].output) == (name == "crash")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("together", [False, True])
 def test_a_rank_that_is_lost_in_loading_is_no_damaged_checkpoint(together: bool, tmp_path: Path) -> None:
     """Where ranks read together, the other one meets the closed connection in the middle of it."""

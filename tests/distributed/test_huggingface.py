@@ -217,7 +217,7 @@ def written_on(imported: dict[str, str]) -> dict[str, list[list[int]]]:
     return dict(zip(imported, found, strict=True))
 
 
-@pytest.mark.first("Llama 2")
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(name: str, written_on: dict[str, Any], theirs: dict[str, Any]) -> None:
     found = written_on[name]

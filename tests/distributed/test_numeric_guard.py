@@ -245,7 +245,7 @@ def sabotaged(request: pytest.FixtureRequest) -> Callable[[str], list[Found]]:
     return lambda name: of_ranks(LAYOUTS[name][0])[name]
 
 
-@pytest.mark.first("one rank", "data parallel", "FSDP2")
+@pytest.mark.first("one rank", "data parallel")
 @pytest.mark.parametrize("name", marked(LAYOUTS, slow=REPEATED))
 def test_a_bad_gradient_on_one_rank_is_named_and_changes_nothing(
     name: str, sabotaged: Callable[[str], list[Found]]

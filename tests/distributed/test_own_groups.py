@@ -143,6 +143,7 @@ def of_played() -> list[list[tuple[Made, Made]]]:
     return run_ranks(1, _played)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_groups_are_those_of_megatron_core(layout: str, real: list[list[Made]], of_played: Any) -> None:
     """Those of megatron-core are made by ranks that are played: eight that connect every group take long."""

@@ -21,6 +21,10 @@ from tests.support.resaving import FLAGS, Saved, saved_by, tensors_of
 from tests.support.selection import marked
 from tests.support.several_models import end_layout
 
+# Of the second tier: tests/distributed/test_checkpoints_of_others.py reads fp32 weights of another precision, and
+# tests/unit/checkpoint.
+pytestmark = pytest.mark.full
+
 _MASTERS = "optimizer.state.param."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAVED_BY = {
@@ -104,7 +108,6 @@ def losses_of_one_process(saved: dict[str, Saved], tmp_path_factory: pytest.Temp
     return dict(zip(pairs, losses, strict=True))
 
 
-@pytest.mark.first("ZeRO-1")
 @pytest.mark.parametrize("scheme", marked(SCHEMES, slow=SLOW))
 def test_training_goes_on_with_the_fp32_weights(
     scheme: str, saved: dict[str, Saved], losses_of_one_process: dict[Any, float], tmp_path: Path
@@ -171,7 +174,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(str(exported), saved.tensors, [])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("scheme", marked(SCHEMES, slow=SLOW))
 def test_masters_of_a_folder_are_its_fp32_values(scheme: str, folder: Saved, tmp_path: Path) -> None:
     ranks, words = SCHEMES[scheme]

@@ -36,6 +36,7 @@ def torchrun(how: str, save: Path, folder: Path) -> Ended:
 
 
 # The record in the shared folder is looked at below, too.
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shared", [pytest.param(True, id="with --save", marks=pytest.mark.slow), pytest.param(False, id="without")]
 )

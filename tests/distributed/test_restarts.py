@@ -14,6 +14,9 @@ from tests.support.launched import end_all, rank_processes, start, wait_until
 from tests.support.program import tiny
 from tests.support.warm_python import warm_python
 
+# Of the second tier: tests/distributed/test_kill_and_resume.py kills, and tests/unit/resilience restarts.
+pytestmark = pytest.mark.full
+
 FLAGS = tiny("--log-interval 1 --save-interval 5 --train-iters 100000")
 TORCHRUN = ["--standalone", "--nproc-per-node", "2", "--max-restarts"]
 

@@ -90,6 +90,7 @@ def test_exit_interval_duration_and_samples(tmp_path: Path) -> None:
         assert (save / "latest_checkpointed_iteration.txt").read_text() == str(steps)
 
 
+@pytest.mark.full
 def test_a_save_that_does_not_fit_the_deadline_is_given_up(tmp_path: Path) -> None:
     """Rank 1's disk does not answer, and the main thread of rank 0 waits for it in C++."""
     save = tmp_path / "save"

@@ -58,6 +58,7 @@ def test_the_example_has_one_loss_curve(name: str, steps: int) -> None:
     assert compare(one_process(steps=steps), other).problems() == []
 
 
+@pytest.mark.full
 def test_the_example_learns() -> None:
     losses = one_process().losses
     assert losses[-1] < losses[0] - 0.1

@@ -85,6 +85,7 @@ def test_recomputation_changes_no_bit(name: str, experiment: Experiment) -> None
     assert differences.none, differences.problems()
 
 
+@pytest.mark.first("TP2 SP, untied", "DP2 distributed optimizer, overlap, untied")
 @pytest.mark.parametrize("name", BF16)
 def test_bf16_layout_stays_within_the_rounding_of_one_process(
     name: str, rounded_steps: Experiment, all_steps: Experiment

@@ -74,6 +74,7 @@ say("done")
 """
 
 
+@pytest.mark.full
 def test_long_work_has_the_last_line_of_a_terminal_until_it_is_done() -> None:
     ours, its = os.openpty()
     with subprocess.Popen([sys.executable, "-c", WORK], stdout=its, stderr=subprocess.PIPE, cwd=PACKAGE.parent) as work:
@@ -113,6 +114,7 @@ def head(command: list[str], python: str) -> tuple[str, str, int]:
     return line, running.stderr.read(), running.wait()
 
 
+@pytest.mark.full
 def test_a_training_goes_on_without_its_reader(tmp_path: Path) -> None:
     """Each of its lines is written at once, so that the second finds the pipe closed."""
     training = ["pretrain_gpt.py", *TRAINING.split(), "4", "--metrics-file", str(tmp_path / "metrics")]

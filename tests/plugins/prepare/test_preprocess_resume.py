@@ -48,6 +48,7 @@ def hashes(folder: Path, prefix: str) -> dict[str, str]:
 
 
 # Twenty kills are slow: they find moments that four may miss.
+@pytest.mark.full
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path: Path, kills: int):
     inputs = write_corpus(tmp_path, 4000)

@@ -253,6 +253,7 @@ def is_terminated(name: ProcessName, afar: float, store_seconds: float = 0.0) ->
             rank.store.seconds = 60.0
 
 
+@pytest.mark.full
 def test_a_slow_store_after_sigterm_is_not_a_dead_one(rank_0: subprocess.Popen[bytes], begin: Begin) -> None:
     """On a machine with too much to do, where rank 0 saves and the others wait."""
     rank = begin(is_terminated, name_of(rank_0), 0.0, 4.0)
@@ -266,6 +267,7 @@ def test_a_slow_store_after_sigterm_is_not_a_dead_one(rank_0: subprocess.Popen[b
     assert rank_0.wait(60.0) == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_a_rank_of_another_machine_may_say_nothing_for_longer(rank_0: subprocess.Popen[bytes], begin: Begin) -> None:
     assert watchdog._SILENCE_FROM_AFAR >= 15.0
     began = time.monotonic()
@@ -276,6 +278,7 @@ def test_a_rank_of_another_machine_may_say_nothing_for_longer(rank_0: subprocess
     assert rank_0.poll() is None, "that process id is another one's on this machine"
 
 
+@pytest.mark.full
 def test_a_rank_of_this_machine_that_runs_may_say_nothing_for_ever(
     rank_0: subprocess.Popen[bytes], begin: Begin
 ) -> None:
