@@ -120,7 +120,7 @@ class Attendance:
         return ", ".join(named)
 
     def hosts(self) -> list[str]:
-        """Return the host of every rank, when all are there."""
+        """Return the host name of every rank; all ranks must have signed in to the store."""
         return [self._signatures.get(f"host/{rank}").decode() for rank in range(self.world_size)]
 
     def is_first_to_report(self) -> bool:
@@ -275,7 +275,7 @@ class _Exercise:
             )
 
     def _pass_on(self, count: int) -> torch.Tensor:
-        """Send own values to the next rank; return those of the previous one."""
+        """Send own values to the next rank; return the values that the previous rank sent."""
         sent, got = self._filled(self._attendance.rank, count), self._filled(-1, count)
         after = (self._attendance.rank + 1) % self._attendance.world_size
         if after == self._attendance.rank:

@@ -139,7 +139,7 @@ def gpus_work(launch: Launch) -> Iterator[Finding]:
 
 
 def judge(launch: Launch, surveyed: Survey) -> Iterator[Finding]:
-    """Yield what is wrong with these GPUs for this launch."""
+    """Yield the findings on these GPUs for this launch."""
     found = obstacle(surveyed, launch.environment.get("CUDA_VISIBLE_DEVICES"))
     if found:
         yield error(found.what, found.why, f"{found.fix}; --device cpu trains on CPU processes")
@@ -176,7 +176,7 @@ def _occupied(surveyed: Survey) -> Iterator[Finding]:
 
 def _hardware_queues(launch: Launch, surveyed: Survey) -> Iterator[Finding]:
     setting = launch.environment.get(hardware_queues.VARIABLE)
-    # Without flags, those of a layout that could suffer.
+    # Without flags, a layout that could suffer.
     layout = launch.config.layout if launch.config else LayoutConfig(tensor_model_parallel_size=2)
     wrong = hardware_queues.mistake(layout, min(gpu.capability[0] for gpu in surveyed.gpus), setting)
     if wrong:

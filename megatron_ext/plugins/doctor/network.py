@@ -44,7 +44,7 @@ def address_resolves(launch: Launch) -> Iterator[Finding]:
 def port_is_free(launch: Launch) -> Iterator[Finding]:
     """Check that MASTER_PORT is free on this machine."""
     if launch.has_launcher:
-        return  # torchrun listens there
+        return  # torchrun listens on it
     text = launch.environment.get("MASTER_PORT", _DEFAULT_PORT)
     name = "MASTER_PORT" if "MASTER_PORT" in launch.environment else "torchrun's default port"
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
@@ -127,7 +127,7 @@ def infiniband_is_there(launch: Launch) -> Iterator[Finding]:
 
 
 def has_verbs() -> bool:
-    """Return whether the library is there that NCCL loads for InfiniBand."""
+    """Return whether libibverbs, which NCCL loads for InfiniBand, can be loaded."""
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
@@ -163,7 +163,7 @@ def resolve(name: str) -> list[str] | None:
 
 
 def _is_own(address: str) -> bool:
-    """Return whether an IP address is one of this machine: one may listen there."""
+    """Return whether an IP address belongs to this machine: whether a socket can be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         try:
@@ -174,7 +174,8 @@ def _is_own(address: str) -> bool:
 
 
 def _can_listen(port: int) -> bool:
-    """Return whether one can listen there as torch's store does: on every interface, with the address reusable."""
+    """Return whether a port is free to listen on as torch's store does: on every interface, with the address
+    reusable."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

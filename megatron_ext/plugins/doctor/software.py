@@ -105,7 +105,8 @@ def installed_version(name: str) -> str | None:
 
 
 def _project() -> dict:
-    """Return what pyproject.toml says, or outside of a checkout what was installed with it."""
+    """Return the project table of pyproject.toml; outside of a checkout, `requires-python` and `dependencies` from the
+    metadata of the installed package."""
     file = _ROOT / "pyproject.toml"
     if file.is_file() and (_ROOT / "megatron_ext").is_dir():
         return tomllib.loads(file.read_text())["project"]

@@ -1,4 +1,4 @@
-"""AFM with experts (Trinity): norms on both sides and of the heads of queries and keys, a gate of what attention gives,
+"""AFM with experts (Trinity): norms on both sides and of the heads of queries and keys, a gate of attention's output,
 DeepSeek-V3's experts, and windows in three of four layers; the layers without one rotate nothing."""
 
 from typing import Any

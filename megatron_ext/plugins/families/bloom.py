@@ -25,7 +25,7 @@ _KEYS = ("hidden_size", "n_head", "n_layer", "seq_length", "layer_norm_epsilon")
 
 def _read(reading: Reading) -> dict[str, Any]:
     refuse_others(reading, {"apply_residual_connection_post_layernorm": False, "n_inner": None})
-    # What the program computed it with that trained it, and which of its results are rounded in another order.
+    # Settings of the program that trained the model: its kernels, and the order in which results are rounded.
     reading.understand("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")
     reading.understand("skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id")
     return plain_values(reading, *_KEYS)

@@ -37,7 +37,7 @@ def _write(config: Config) -> dict[str, Any]:
 
 
 def windows_alone_rotate(model: ModelConfig) -> dict[str, Any]:
-    """Return that layers without a window rotate nothing (`Family.dependent_flags`)."""
+    """Return the flag by which layers without a window rotate nothing (`Family.dependent_flags`)."""
     attentions = [attention_of(model, final_norm(model), number) for number in range(model.num_layers)]
     fixed = fixed_without_windows(attention.window is not None for attention in attentions)
     return {"no_rope_freq": fixed}

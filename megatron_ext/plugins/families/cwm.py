@@ -11,7 +11,7 @@ _SCALING = {
 
 
 def first_of_four_without(reading: Reading) -> list[bool]:
-    """Return that all layers have a window but every fourth, from the first."""
+    """Return for each layer whether it has a window: all but every fourth, from the first."""
     return [layer % 4 != 0 for layer in shared.layer_numbers(reading)]
 
 

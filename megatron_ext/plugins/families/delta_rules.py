@@ -1,5 +1,5 @@
-"""Holds what families with gated delta rules in most layers have in common, and Qwen3-Next and Qwen3.5 among them:
-attention with gates in the others, norms that hold what they differ from 1."""
+"""Holds code that families with gated delta rules in most layers share, and code that Qwen3-Next and Qwen3.5 share
+among them: gated attention in the other layers, and norms whose stored weight is the difference from 1."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from megatron_ext.plugins.families.shared import (
 )
 
 RULE_KINDS = ("full_attention", "linear_attention")
-"""What `layer_types` says of a layer."""
+"""Values of `layer_types`: attention, and a delta rule."""
 
 RULE_SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
@@ -34,14 +34,15 @@ DELTA_DEFAULTS: dict[str, Any] = {
     **dict(zip(RULE_SIZES, (4, 128, 128, 16, 32), strict=True)),
 }
 CONVOLUTION = {"self_attention.conv1d": Sections((3,), by_groups=False)}
-"""How its channels lie there: all queries, all keys, all values."""
+"""Order of the convolution's channels in the Hugging Face tensor: all queries, all keys, all values."""
 
 _NORMS = ("input_layernorm", "pre_mlp_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm")
 DELTA_ADDED: dict[str, float] = dict.fromkeys((*_NORMS, "decoder.final_layernorm"), 1.0)
 
 
 def rule_names(module: str, **own: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Return the names of a layer's delta rule, which is this module there; `own`: parts with names of their own."""
+    """Return the names of a layer's delta rule, which is the Hugging Face module `module`; `own`: parts with names of
+    their own."""
     names = {**dict.fromkeys(("conv1d", "out_proj", "dt_bias", "A_log")), "out_norm": ("norm",), **own}
     return {
         f"self_attention.{ours}": tuple(f"{module}.{one}" for one in theirs or (ours,))
@@ -102,6 +103,6 @@ def rule_json(config: Config) -> dict[str, Any]:
 
 
 def shared_expert(model: ModelConfig) -> dict[str, Any]:
-    """Return that there is one, and that either all matrices of attention have biases or none has
-    (`Family.dependent_flags`)."""
+    """Return the width of the one shared expert, and the flag by which either all matrices of attention have biases or
+    none has (`Family.dependent_flags`)."""
     return {**biases_of_attention(model), "moe_shared_expert_intermediate_size": shared_expert_width(model)}

@@ -22,7 +22,8 @@ def windows_that_rotate(reading: Reading) -> dict[str, Any]:
 
 
 def others_rotate_nothing(model: ModelConfig) -> dict[str, Any]:
-    """Return that next to layers with a window those without one rotate nothing (`Family.dependent_flags`)."""
+    """Return the flag by which layers without a window rotate nothing where other layers have one
+    (`Family.dependent_flags`)."""
     skips = model.window_attn_skip_freq if model.window_size is not None else None
     if skips is None:
         return {"no_rope_freq": None}

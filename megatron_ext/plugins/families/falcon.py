@@ -13,7 +13,7 @@ _TWO_NORMS = {"input_layernorm": ("ln_attn",), "pre_mlp_layernorm": ("ln_mlp",)}
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    # ALiBi's slopes are divided by the root of the head size there, and rounded to 16 bits.
+    # Falcon divides ALiBi's slopes by the root of the head size, and rounds them to 16 bits.
     shared.refuse_others(reading, {"alibi": False, "apply_residual_connection_post_layernorm": False})
     reading.understand("ff_factor")  # which ffn_hidden_size says, too
     values = shared.rotated_plain_values(reading, "ffn_hidden_size", "activation", "layer_norm_epsilon")

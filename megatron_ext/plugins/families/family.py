@@ -1,4 +1,4 @@
-"""What a family of Hugging Face consists of. Its file makes one `Family`, which `registry.py` finds there."""
+"""Describes a family of Hugging Face models. A family's file makes one `Family`, which `registry.py` finds in it."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ def _no_flags(_model: ModelConfig) -> dict[str, Any]:
 
 @functools.cache
 def usual_values() -> dict[str, Any]:
-    """Return the flags on which a model's weights, or what it computes from them, depend, with their defaults; without
-    those that say more of another one, and the precision of a router."""
+    """Return the flags on which a model's weights or its function depend, with their defaults, except flags that give
+    details of another flag, and the router's precision."""
     fields = [one for one in dataclasses.fields(ModelConfig) if one.metadata["resume"] in ("shape", "function")]
     details = ("rope_scaling_", "moe_router_dtype", "no_position_embedding", "attention_temperature_step")
     details += (*LATENT_FLAGS, *STRETCH_FLAGS)
@@ -29,16 +29,18 @@ def usual_values() -> dict[str, Any]:
 
 
 class Sections(NamedTuple):
-    """Says where the sections of a matrix (`Parameter.sections`), which repeat group by group, lie there."""
+    """Says where the sections of a matrix (`Parameter.sections`), which repeat group by group in ours, lie in the
+    Hugging Face tensors."""
 
     counts: tuple[int, ...]
-    """Number of sections in each of the tensors."""
+    """Number of sections in each of the Hugging Face tensors."""
 
     by_groups: bool
-    """Whether those of a group lie together there as well, or each of all groups."""
+    """Whether the Hugging Face tensor, too, holds group after group with all of its sections, instead of section after
+    section with all groups."""
 
     order: tuple[int, ...] = ()
-    """Indices of the sections in the order in which they lie in the one tensor there; empty: as here."""
+    """Indices of our sections in the order in which they lie in the one Hugging Face tensor; empty: our order."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,11 @@ class Family:
     """The class of transformers, as in `config.json`."""
 
     names: Mapping[str, tuple[str, ...]]
-    """Module of ours (in a layer, without the layer's prefix) -> modules there whose rows it holds, in this order.
-    One name for the fused QKV: queries, keys and values lie one above the other there. `{}` in the names of experts is
-    the expert's index; without it, the tensor holds those of all experts. A parameter's whole name (`EXPERT_BIAS`) is
-    mapped to a whole name. A family whose layers may have experts or none names the modules of both."""
+    """Module of ours (in a layer, without the layer's prefix) -> Hugging Face modules whose rows it holds, in this
+    order. One name for the fused QKV: queries, keys and values lie one above the other in one tensor. `{}` in the names
+    of experts is the expert's index; without it, the tensor holds the matrices of all experts. A parameter's whole name
+    (`EXPERT_BIAS`) is mapped to a whole name. A family whose layers may have experts or none names the modules of
+    both."""
 
     flags: Mapping[str, Any]
     """Values of our flags that every model of the family has. One that is neither here nor read is the usual one."""
@@ -72,7 +75,8 @@ class Family:
     """Returns the content of `config.json` beyond what all families write."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes for a key that is not in the file, where families differ or it is not None."""
+    """Values that transformers takes for keys that are not in the file, where families differ or the value is not
+    None."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Key -> another name that transformers takes for it."""
@@ -87,17 +91,17 @@ class Family:
     """Values of our flags that follow from other values of the model, in every model of the family."""
 
     dependent_names: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = _no_flags
-    """Names that take the place of those in `names` by other values of the model."""
+    """Names that replace entries of `names`, by other values of the model."""
 
     layers: str = "model.layers.{}."
     """Prefix of a layer's modules."""
 
     ahead: str = ""
-    """Prefix of the layer of a depth of multi-token prediction where it is no layer after the last one; names of what
-    is around it are then whole ones, and embedding and output layer not repeated."""
+    """Prefix of the layer of a depth of multi-token prediction where it is no layer after the last one; the modules
+    around it then have whole names, and embedding and output layer are not repeated."""
 
     halves: bool = False
-    """Whether a layer there is two of ours, a mixer and what comes after it (--hybrid-layer-pattern)."""
+    """Whether a Hugging Face layer is two of ours, a mixer and the MLP or experts after it (--hybrid-layer-pattern)."""
 
     other_names: tuple[str, ...] = ()
     """Names in `config.json` of models that are the same."""
@@ -109,7 +113,7 @@ class Family:
     """Names of numbers in every layer's files, without its prefix, that are no parameters and have one value."""
 
     vectors: str | None = None
-    """Part of the names of vectors of which each is a row of a matrix here."""
+    """Part of the names of Hugging Face vectors of which each is a row of one of our matrices."""
 
     respelled: Mapping[str, str] = field(default_factory=dict)
     """Part of a tensor's name, as a regular expression, that some files have -> the usual one."""
@@ -118,30 +122,33 @@ class Family:
     """Whether a model that fits several families is exported as one of this."""
 
     is_seldom: bool = False
-    """Whether a model that fits another family, too, is exported as one of that."""
+    """Whether a model that fits another family, too, is exported as a model of the other family."""
 
     qkv_by_groups: bool = False
     """Whether queries, keys and values of each group lie together in the fused QKV, as ours do."""
 
     qkv_blocks: int = 0
-    """Number of blocks of a fused QKV there, each of which has the queries, the values and the keys of its heads; 0:
-    there are none."""
+    """Number of blocks of the Hugging Face fused QKV, each of which has the queries, the values and the keys of its
+    heads; 0: it has none."""
 
     sections: Mapping[str, Sections] = field(default_factory=dict)
-    """Modules of ours, besides the fused QKV, whose weight has sections that lie otherwise there."""
+    """Modules of ours, besides the fused QKV, whose weight has sections that lie in several Hugging Face tensors, or in
+    another order."""
 
     transposed: frozenset[str] = frozenset()
-    """Modules of ours whose weight lies transposed there, and whole names of vectors that are a matrix of one row."""
+    """Modules of ours whose weight is transposed in the Hugging Face tensor, and whole names of vectors that are a
+    matrix of one row."""
 
     alternating: frozenset[str] = frozenset()
-    """Those of the transposed modules whose rows, gate and up projection, take turns there."""
+    """Transposed modules whose rows alternate between gate and up projection in the Hugging Face tensor."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Whole names of vectors of ours, in a layer -> their shape there; -1 stands for the vector's size."""
+    """Whole names of vectors of ours, in a layer -> shape of the Hugging Face tensor; -1 stands for the vector's
+    size."""
 
     added: Mapping[str, float] = field(default_factory=dict)
-    """Modules of ours -> what their weight has more than theirs: 1.0 for a norm whose file holds what it differs from
-    1."""
+    """Modules of ours -> number to add to the Hugging Face weight to get ours: 1.0 for a norm whose file holds the
+    difference from 1."""
 
     def constants_of(self, config: Config) -> dict[str, float]:
         """Return `constants` by their whole names."""

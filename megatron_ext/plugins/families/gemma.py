@@ -1,4 +1,4 @@
-"""Gemma: GeGLU, norms whose weight is stored as what it differs from 1, embeddings times the root of the width."""
+"""Gemma: GeGLU, norms whose stored weight is the difference from 1, embeddings times the root of the width."""
 
 from typing import Any
 

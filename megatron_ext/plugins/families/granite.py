@@ -1,4 +1,4 @@
-"""Granite: Llama with factors of embeddings, of what layers add, of products of queries and keys, and of logits."""
+"""Granite: Llama with factors of embeddings, of residual branches, of products of queries and keys, and of logits."""
 
 from megatron_ext.config.schema import Config
 from megatron_ext.plugins.families.family import Family
@@ -32,7 +32,7 @@ def _json(config: Config) -> dict[str, float]:
 GRANITES: Keys = keys(
     *(number(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier")), (_values, _json)
 )
-"""Granite's factors of embeddings, of what layers add, of products of queries and keys, and of logits."""
+"""Granite's factors of embeddings, of residual branches, of products of queries and keys, and of logits."""
 
 GRANITE = Family(
     "granite",

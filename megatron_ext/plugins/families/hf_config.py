@@ -1,7 +1,7 @@
 """Reads what a Hugging Face `config.json` says as values of our flags, and writes it back. The file is data: nothing
 that it names is run.
 
-What is peculiar to a family stands in its file in `families/`. A value that our model cannot have (another kind of rope
+Code peculiar to a family stands in its file in `families/`. A value that our model cannot have (another kind of rope
 scaling) and a key that nobody knows are refused by name: a model that trains as something slightly else is worse than
 none.
 """
@@ -38,8 +38,8 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
     """Return the family of the model in `folder`, and the values of our flags by field name.
 
     Raises:
-        ConfigurationError: there is no readable `config.json`, or our model cannot be what it describes; with every
-            problem.
+        ConfigurationError: there is no readable `config.json`, or our model cannot compute the model that it describes;
+            with every problem.
     """
     family, reading, prefix, problems = _opened(path := Path(folder) / "config.json")
     reading.understand(_QUANTIZED)
@@ -60,7 +60,7 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
 
 
 def of_the_training(folder: str | Path, values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is said next to the training numbers of a folder that can be read: flags that contradict them.
+    """Yield notes on flags that contradict the training numbers of a folder that can be read.
 
     Args:
         values: what `read_hf_config` says of the folder.
@@ -116,8 +116,8 @@ def _family(kind: str) -> Family | None:
 
 
 def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
-    """Return the family that a `config.json` names, its keys, the words before what is wrong with them, and what is
-    wrong around them."""
+    """Return the family that a `config.json` names, its keys, the prefix for problems of these keys, and the problems
+    of the keys around them."""
     content, prefix, problems = _content(path), "", []
     kind = content.get("model_type")
     _require_no_reason(path, kind)
@@ -148,7 +148,8 @@ def _tied_as_a_whole(outer: Mapping[str, Any], text: Mapping[str, Any]) -> dict[
 
 
 def _without_axes(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the same without how rotary positions of images are divided into three axes: those of a text are one."""
+    """Return the content without the keys that divide the rotary positions of images into three axes (`mrope_*`):
+    positions of text have one axis."""
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(scaling := content.get(key), dict):
             content = {**content, key: {name: one for name, one in scaling.items() if not name.startswith("mrope_")}}
@@ -156,8 +157,8 @@ def _without_axes(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _around(outer: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the keys around `text_config`. All but these are of other parts: transformers makes the
-    text model of `text_config` alone."""
+    """Return the problems of the keys around `text_config` that its text model depends on. The other keys belong to
+    other parts: transformers makes the text model from `text_config` alone."""
     reading = Reading(outer, {})
     reading.refuse_unless("is_encoder_decoder", False, False, "only false is supported")
     tied = reading.get("tie_word_embeddings", False)
@@ -221,8 +222,8 @@ def _not_exact(quantized: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _out_of_bounds(values: Mapping[str, Any], reading: Reading) -> Iterator[str]:
-    """Yield what is wrong with values that a command line would not take either: sizes that nothing can count up to.
-    They are named by the keys of the file that have them, and by the flag."""
+    """Yield the problems of values that a command line would refuse, too: sizes that nothing can count up to. A problem
+    names the keys of the file with that value, and the flag."""
     for name, value in values.items():
         option = options_by_name()[name]
         try:
@@ -240,7 +241,7 @@ def differences(config: Config, values: Mapping[str, Any]) -> list[str]:
     given["group_query_attention"] = config.model.num_key_value_heads != config.model.num_attention_heads
     given["num_query_groups"] = config.model.num_key_value_heads
     if not config.model.disable_bias_linear:
-        # They add nothing to the biases that are there.
+        # With biases everywhere these flags add nothing.
         given |= dict.fromkeys(("add_qkv_bias", "add_output_bias", "add_mlp_bias"), False)
     if config.model.position_embedding_type != "learned_absolute":
         given.pop("max_position_embeddings")  # a promise about lengths, with no parameter behind it

@@ -17,14 +17,14 @@ MAMBA_SECTIONS = {
     "self_attention.in_proj": Sections((5,), by_groups=False, order=(3, 0, 1, 2, 4)),
     "self_attention.conv1d": Sections((3,), by_groups=False),
 }
-"""How rows lie there: z, x, B, C and time steps of all groups."""
+"""Order of the rows in the Hugging Face tensors: z, x, B, C and time steps, each of all groups."""
 
 _BEGINNINGS = ("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual")
 _UNLIMITED = (None, [0.0, {"__float__": "Infinity"}], [0.0, float("inf")])
 
 
 class MambaKeys(NamedTuple):
-    """A family's names of what there is of a Mamba-2 layer."""
+    """A family's names of the keys of `config.json` that describe a Mamba-2 layer."""
 
     state: str
     head: str
@@ -48,7 +48,7 @@ MAMBA_KEYS = MambaKeys(
 
 
 def mamba_names(module: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of a layer's Mamba-2 mixer, which is this module there."""
+    """Return the names of a layer's Mamba-2 mixer, which is the Hugging Face module `module`."""
     names = {"conv1d": "conv1d", "out_norm": "norm", "in_proj": "in_proj", "out_proj": "out_proj"}
     names |= {vector: vector for vector in ("dt_bias", "A_log", "D")}
     return {f"self_attention.{ours}": (f"{module}.{theirs}",) for ours, theirs in names.items()}
@@ -90,7 +90,7 @@ def mamba_values(reading: Reading, keys: MambaKeys) -> dict[str, Any]:
 
 
 def mamba_json(config: Config, keys: MambaKeys) -> dict[str, Any]:
-    """Return the same keys."""
+    """Return the keys that `mamba_values` reads."""
     model, mamba = config.model, flags_of(config.model, MambaFlags)
     # Without attention transformers 5.23 asks a cache of recurrences alone how long it is, and stops.
     cached = {} if ATTENTION in (model.hybrid_layer_pattern or "") else {"use_cache": False}

@@ -19,7 +19,7 @@ _BASES = dict(zip(shared.KINDS, (5e6, 1e4), strict=True))
 
 
 def _rotations(reading: Reading) -> dict[str, Any]:
-    """Return `rope_parameters` of both kinds of layers, with what transformers takes for what they do not say."""
+    """Return `rope_parameters` of both kinds of layers, with transformers' defaults for missing keys."""
     given: Any = reading.section("rope_parameters") or {kind: {"rope_theta": base} for kind, base in _BASES.items()}
     if not isinstance(given, dict) or [*map(type, map(given.get, shared.KINDS))] != [dict, dict]:
         reading.problems.append(f"rope_parameters need those of {' and '.join(shared.KINDS)} each")

@@ -26,7 +26,9 @@ def _read(reading: Reading) -> dict[str, Any]:
     reading = reading if said is not _YARN else reading.changed(rope_parameters=_YARN)
 
     def rotation(_key: str, content: dict[str, Any]) -> dict[str, Any]:
-        """Return what it says of rotation alone; without a stretch the original length is that of the growth."""
+        """Return `content` without the keys that do not concern rotation: the growth of queries,
+        `max_position_embeddings` and, where `rope_type` is default, the original length, which then is the step of the
+        growth alone."""
         kind = content.get("rope_type", content.get("type", "default"))
         others = (_BETA, _LENGTH, *([_ORIGINAL] if kind == "default" else []))
         return {name: value for name, value in content.items() if name not in others}

@@ -24,7 +24,7 @@ from megatron_ext.plugins.families.shared import (
 
 
 def mixture_names(mixture: str, **of_expert: str) -> dict[str, tuple[str, ...]]:
-    """Return `expert_names` with those of shared experts, and of the bias by which experts are chosen."""
+    """Return `expert_names` with the names of shared experts, and of the bias by which experts are chosen."""
     shared = f"{mixture}.shared_experts"
     return {
         **expert_names(mixture, **of_expert),
@@ -109,7 +109,7 @@ class Mixture:
         return {**values, "moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
 
     def dependent_flags(self, model: ModelConfig) -> dict[str, Any]:
-        """Return what follows from other values of a model with experts (`Family.dependent_flags`)."""
+        """Return the flags that follow from other values of a model with experts (`Family.dependent_flags`)."""
         if model.num_experts is None:
             return {}
         return {
@@ -141,7 +141,7 @@ class Mixture:
 
     @property
     def typed_keys(self) -> Keys:
-        """The same with `mlp_layer_types`, by which one layer without experts is the usual number."""
+        """The keys of `config.json` in both directions with `mlp_layer_types`; without it, one layer has no experts."""
         return (
             lambda reading: self.values(reading, typed_mixtures(reading, 1)),
             lambda config: {**self.json(config), **typed_json(config)},
@@ -161,7 +161,7 @@ V3_MIXTURE = Mixture(BIASED_SIGMOID, group_scores=2, normalized=True)
 """DeepSeek-V3's."""
 
 MLP_KINDS = ("dense", "sparse")
-"""What `mlp_layer_types` says of a layer."""
+"""Values of `mlp_layer_types`: an MLP, and experts."""
 
 
 def typed_json(config: Config) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def typed_json(config: Config) -> dict[str, Any]:
 
 
 def typed_mixtures(reading: Reading, usual: int) -> int:
-    """Return the same as `first_typed`, with which `first_k_dense_replace` must agree."""
+    """Return `first_typed`, and note a problem where `first_k_dense_replace` disagrees with it."""
     first = first_typed(reading, usual)
     by_kinds = f"but by mlp_layer_types, or its default, it is {first}"
     reading.refuse_unless("first_k_dense_replace", first, first, by_kinds)
@@ -202,8 +202,8 @@ def mixtures_by_kind(reading: Reading, usual: Sequence[bool]) -> dict[str, Any]:
 
 
 def consecutive_mixtures(model: ModelConfig, *, to_the_end: bool) -> dict[str, Any]:
-    """Return that the layers with experts, perhaps the last ones, follow each other, and that shared experts are as
-    wide as some of the others together (`Family.dependent_flags`)."""
+    """Return the flags by which the layers with experts follow each other, with `to_the_end` up to the last layer, and
+    shared experts are as wide as a number of the others together (`Family.dependent_flags`)."""
     mixtures, width = model.moe_layer_freq, shared_experts(model) * model.expert_ffn_hidden_size
     if mixtures is not None:
         has = read_pattern(mixtures, model.num_layers, "the first")

@@ -1,4 +1,4 @@
-"""Nemotron: LayerNorm whose weight is stored as what it differs from 1, squared ReLU, half of the channels rotated."""
+"""Nemotron: LayerNorm whose stored weight is the difference from 1, squared ReLU, half of the channels rotated."""
 
 from typing import Any
 

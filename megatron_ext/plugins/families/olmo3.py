@@ -16,7 +16,7 @@ from megatron_ext.plugins.families.rotary import (
 
 
 def _read(reading: Reading) -> dict[str, Any]:
-    # Next to `rope_parameters` it is that of all layers or of those without a window, by transformers' version.
+    # Next to `rope_parameters` it is the base of all layers or of layers without a window, by transformers' version.
     shared.refuse_others(reading, {"rope_theta": 500000.0})
     windows = shared.layer_window_values(reading, shared.typed_windows(reading, shared.all_but_every(reading, 4)))
     reading, local = rotary_by_layer(reading, 500000.0)

@@ -11,7 +11,7 @@ from megatron_ext.plugins.families.reading import Reading
 from megatron_ext.plugins.families.rotary import changed_scaling
 
 _LENGTHS = ("short_mscale", "long_mscale")
-"""Keys of what cosines and sines are multiplied by, in short sequences and in long ones."""
+"""Keys of the factors of cosines and sines, in short sequences and in long ones."""
 
 
 def _read(reading: Reading) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from megatron_ext.config.parse.options import MOST
 
 
 class Reading:
-    """Holds a `config.json`, and what is wrong with it.
+    """Holds the content of a `config.json`, and the problems found in it.
 
     Each method returns a usable value even where it finds a problem, so that all problems are found at once.
     """
@@ -40,7 +40,7 @@ class Reading:
         self._unread: dict[str, str] = {}
 
     def changed(self, **content: Any) -> "Reading":
-        """Return the same file with other content, whose problems and understood keys are those of this one."""
+        """Return the same file with other content, which shares this one's lists of problems and understood keys."""
         other = Reading({**self.content, **content}, self.defaults, self.aliases, self.renamed)
         other.problems, other._understood, other._unread = self.problems, self._understood, self._unread
         return other
@@ -124,7 +124,7 @@ class Reading:
         return 0.0
 
     def number_or_none(self, key: str) -> float | None:
-        """Return the same of a key that may be null."""
+        """Return the value of a key that must be a positive, finite number, or null: None."""
         return None if self.get(key) is None else self.number(key, 1.0)
 
     def _cannot_read(self, key: str, problem: str) -> None:
@@ -134,7 +134,7 @@ class Reading:
 
     @property
     def is_readable(self) -> bool:
-        """Whether every value so far could be read, so that what they say together means something."""
+        """Whether every value so far could be read, so that checks of several values together make sense."""
         return not self._unread
 
     def found(self) -> list[str]:

@@ -1,5 +1,5 @@
-"""Names types of models that are not read, each with what it computes that no model of ours does, and where that
-stands in transformers 5.23.0."""
+"""Names types of models that are not read, each with the computation that no model of ours does, and its line in
+transformers 5.23.0."""
 
 _WITHOUT_SCALE = "the logit_scale of its text model is left out of the logits"
 _SELECTIVE_SCAN = "Mamba-1 decays each channel of a state by a matrix of its own, and Mamba-2 a head by one number"

@@ -18,7 +18,7 @@ from megatron_ext.registry import brought
 
 
 def _found() -> dict[str, Family]:
-    """Return every family that a file of this folder makes, by model type, in the order of these."""
+    """Return the families of this folder's files and of extensions, by model type, in alphabetical order."""
     package = __package__ or ""
     files = [f"{package}.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
     readers = (__name__, f"{package}.hf_config")  # of all families
@@ -59,7 +59,7 @@ def _seldom(family: Family) -> int:
 
 
 def written_as(config: Config) -> tuple[Family, Config]:
-    """Return the family that the model is written as, and the configuration of what that holds of it: without the
+    """Return the family that the model is written as, and the configuration that the family can hold: without the
     depths of multi-token prediction, where no family has the model with them.
 
     Raises:
@@ -75,7 +75,7 @@ def written_as(config: Config) -> tuple[Family, Config]:
 
 
 def obstacles(config: Config, family: Family) -> list[str]:
-    """Return what the family has and the configuration does not have, each as a flag."""
+    """Return the flags that the family needs and the configuration does not have."""
     model = _normalized(config)
     wanted = {**family.fixed, **family.dependent_flags(model)}
     found = [

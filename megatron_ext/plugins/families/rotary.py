@@ -23,7 +23,7 @@ def rotary_values(
 
     A file may have all three, for `rope_scaling` is what model cards tell people to add. As transformers 5 does
     (`modeling_rope_utils.convert_rope_params_to_dict`), `rope_scaling` takes the place of all of `rope_parameters`, and
-    what neither says is taken from next to them. Where they say different things, that is refused.
+    keys that are in neither are read from the top level next to them. Contradictions between them are refused.
     """
     written, added = (reading.section(key) for key in ("rope_parameters", "rope_scaling"))
     for key, place in (("rope_parameters", written), ("rope_scaling", added)):
@@ -63,7 +63,7 @@ def rotary_values(
                 "original_max_position_embeddings", reading.integer("max_position_embeddings", 2048)
             ),
         }
-    # What is not said here no model of the family has (`Family.fixed`).
+    # A flag without a value here has its default in all models of the family (`Family.fixed`).
     if "llama3" in kinds:
         values["use_rope_scaling"] = kind == "llama3"
     if "linear" in kinds:
@@ -129,7 +129,7 @@ def _dynamic_values(rotary: Reading, positions: int, _pairs: int | None) -> dict
 
 
 _STRETCHES = {"yarn": _yarn_values, "longrope": _longrope_values, "dynamic": _dynamic_values}
-"""What reads the numbers of a kind of scaling that is a value of --rope-type."""
+"""Functions that read the numbers of a kind of RoPE scaling, by its value of --rope-type."""
 
 
 def rotary_json(model: ModelConfig, *, partial: bool = False) -> dict[str, Any]:
@@ -204,8 +204,9 @@ def local_base(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def scaled_without_windows(model: ModelConfig) -> dict[str, Any]:
-    """Return that layers with a window have a base of their own, where what is stretched is that of the others, and
-    what cannot be said of some layers (`Family.dependent_flags`)."""
+    """Return the flags of families that scale RoPE only in layers without a window (`Family.dependent_flags`):
+    --rotary-base-local, which layers with a window need where RoPE is scaled, and rounding of YaRN's correction range,
+    since transformers does not read `truncate` for some layers alone."""
     values: dict[str, Any] = {"no_yarn_correction_range_round_to_int": False}
     if model.window_size is not None and model.rotary_base_local is None and is_stretched(vars(model)):
         values["rotary_base_local"] = model.rotary_base
@@ -225,7 +226,8 @@ def changed_scaling(reading: Reading, change: Callable[[str, dict[str, Any]], di
 
 
 def rotary_by_layer_json(content: dict[str, Any], model: ModelConfig, **of_both: Any) -> dict[str, Any]:
-    """Return `content` with the keys of both kinds of layers in the place of those of all, and `of_both` in each."""
+    """Return `content` with RoPE keys for each of both kinds of layers instead of keys for all layers, and `of_both` in
+    each."""
     base, scaling = content.pop("rope_theta"), content.pop("rope_scaling") or {}
     of_all = {"rope_type": "default", "rope_theta": base, **of_both, **scaling}
     of_windows = {"rope_type": "default", "rope_theta": model.rotary_base_local or base, **of_both}
@@ -233,14 +235,14 @@ def rotary_by_layer_json(content: dict[str, Any], model: ModelConfig, **of_both:
 
 
 def _contradictions(reading: Reading, name: str, outer: Collection[str], taken: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where another place says something else than what is taken from `name`; that nothing is scaled is said by
-    no more than a default.
+    """Yield the contradictions between `name`, whose values are taken, and other places; a `rope_type` of default
+    contradicts nothing: it says no more than a missing key.
 
     Args:
         reading: the whole file.
         name: the place that is taken.
         outer: keys that may stand next to it.
-        taken: what it says.
+        taken: content of `name`.
     """
     places = {"": {key: reading.content.get(key) for key in outer}}
     if name == "rope_scaling":

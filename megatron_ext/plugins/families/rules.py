@@ -1,4 +1,4 @@
-"""What the flag of families cannot be."""
+"""Rule for --hf-model-type, the flag that names a family."""
 
 import difflib
 from collections.abc import Iterator

@@ -30,14 +30,15 @@ ATTENTION_NAMES = {name: theirs for name, theirs in DECODER_NAMES.items() if not
 """Names of the modules of a decoder without its MLPs."""
 
 STACKED_EXPERTS = {"mlp.experts.linear_fc1": "experts.gate_up_proj", "mlp.experts.linear_fc2": "experts.down_proj"}
-"""Matrices of experts -> tensors in the mixture there, each of all experts, transposed; `_bias` follows for biases."""
+"""Matrices of experts -> tensors in the Hugging Face mixture, each of all experts, transposed; `_bias` follows for
+biases."""
 
 STACKED_TRANSPOSED = frozenset(f"{matrix}{kind}" for matrix in STACKED_EXPERTS for kind in ("", ".bias"))
 NEXT_TOKEN_NAMES = {one: (one,) for one in ("enorm", "hnorm", "eh_proj")} | {"final_layernorm": ("shared_head.norm",)}
-"""Modules of a depth of multi-token prediction, which is a layer after the last one there."""
+"""Modules of a depth of multi-token prediction, which in Hugging Face files is a layer after the last one."""
 
 NEXT_TOKEN_COPIES = {"embed_tokens": "embedding.word_embeddings", "shared_head.head": "output_layer"}
-"""Modules there, in a depth, that repeat one of ours."""
+"""Hugging Face modules, in a depth, that repeat one of ours."""
 
 NAMES_WITH_NORMS_AFTER: dict[str, tuple[str, ...]] = {
     **{name: theirs for name, theirs in DECODER_NAMES.items() if name not in ("input_layernorm", "pre_mlp_layernorm")},
@@ -48,11 +49,13 @@ DECODER_FLAGS: dict[str, Any] = {"position_embedding_type": "rope", "swiglu": Tr
 
 
 Keys = tuple[Callable[[Reading], dict[str, Any]], Callable[[Config], dict[str, Any]]]
-"""Keys of a `config.json`: what they say of our flags, and what our flags say there (`Family.read` and `write`)."""
+"""Keys of a `config.json`: a function from them to values of our flags, and one from our flags to them (`Family.read`
+and `write`)."""
 
 
 def keys(*each: Keys) -> Keys:
-    """Return several as one, in their order; of what two of them say, that of the later counts."""
+    """Return several `Keys` as one, in their order; where two of them give the same flag or key, the later one
+    counts."""
     return (
         lambda reading: {name: value for read, _ in each for name, value in read(reading).items()},
         lambda config: {key: value for _, write in each for key, value in write(config).items()},
@@ -60,11 +63,11 @@ def keys(*each: Keys) -> Keys:
 
 
 def switch(key: str, flag: str, usual: bool, *, negated: bool = False, given: str = "") -> Keys:
-    """Return a key that is one of our switches, or not that.
+    """Return a key whose boolean is one of our switches, or its negation.
 
     Args:
-        usual: what it is where the key is missing.
-        given: the property of the model that says whether it is on; empty: `flag`.
+        usual: the key's value where it is missing.
+        given: property of `ModelConfig` with the value to write; empty: `flag`.
     """
     return (
         lambda reading: {flag: reading.boolean(key, usual) != negated},
@@ -116,13 +119,14 @@ def in_one_form(usual: Mapping[str, Any]) -> Keys:
 
 
 def decoder(**settings: Any) -> Keys:
-    """Return the keys of every decoder with rotary positions; the settings are those of `decoder_values`."""
+    """Return the keys of every decoder with rotary positions; the settings are the arguments of `decoder_values`."""
     written = {name: settings[name] for name in ("epsilon", "partial", "biases") if name in settings}
     return with_settings(decoder_values, **settings), with_settings(decoder_json, **written)
 
 
 def expert_names(mixture: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of a decoder with experts: the module of the mixture, and those of one expert's matrices.
+    """Return the names of a decoder with experts, from the module of the mixture and the names of one expert's
+    matrices.
 
     The router is the module `gate` of the mixture in every family.
     """
@@ -161,7 +165,7 @@ def decoder_values(
         activation: the usual one; a form of GELU may be another one.
         partial: whether a share of each head's channels may be rotated (`partial_rotary_factor`).
         alpha: whether `rope_type` dynamic may have an `alpha`, with which it is a larger base.
-        biases: matrices that may have one: those of attention by `attention_bias`, all with those of the MLP by
+        biases: matrices that may have a bias: attention's matrices by `attention_bias`; with "all", the MLP's, too, by
             `mlp_bias`.
         scalings: what `rope_type` may be, besides default.
     """
@@ -202,7 +206,7 @@ def decoder_json(
     partial: bool = False,
     biases: Literal["attention", "all"] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of `config.json` that every decoder with rotary positions has; the arguments are those of
+    """Return the content of `config.json` that every decoder with rotary positions has; the arguments are as in
     `decoder_values`."""
     model = config.model
     return {
@@ -308,7 +312,7 @@ def gelu_mlp(width: str, hidden: str) -> Keys:
 
 
 NO_PADDING = {"pad_token_id": None}
-"""What is written in families whose default is an entry that a smaller vocabulary does not have."""
+"""Content written in families whose default padding id is beyond a smaller vocabulary."""
 
 WITHOUT_PADDING: Keys = (lambda reading: {}, lambda config: NO_PADDING)
 CLIPS: Keys = (
@@ -370,7 +374,8 @@ def square_flags(model: ModelConfig) -> dict[str, Any]:
 
 
 def norms_of_heads(model: ModelConfig) -> dict[str, Any]:
-    """Return what norms of queries and keys are in families where each head has weights of its own, if any."""
+    """Return the flags of norms of queries and keys, for families where each head has norm weights of its own, if any
+    (`Family.dependent_flags`)."""
     return _head_norms(model.qk_layernorm)
 
 
@@ -387,12 +392,12 @@ def bias_flags(queries: bool, output: bool, mlp: bool) -> dict[str, bool]:
 
 
 def biases_of_attention(model: ModelConfig) -> dict[str, Any]:
-    """Return that all matrices of attention have biases, or none has (`Family.dependent_flags`)."""
+    """Return the flag by which all matrices of attention have biases, or none has (`Family.dependent_flags`)."""
     return {"add_output_bias": model.add_qkv_bias}
 
 
 def biased_mlp(model: ModelConfig) -> dict[str, Any]:
-    """Return the same next to an MLP with biases (`Family.dependent_flags`)."""
+    """Return the flags of `biases_of_attention`, and the flag of an MLP with biases (`Family.dependent_flags`)."""
     return {**biases_of_attention(model), "add_mlp_bias": model.disable_bias_linear}
 
 
@@ -402,7 +407,7 @@ def own_epsilon(flag: str, epsilon: float, others: float) -> dict[str, float | N
 
 
 def all_but_every(reading: Reading, every: int) -> list[bool]:
-    """Return that all layers have something but each `every`-th of them."""
+    """Return False for every `every`-th layer, and True for all others."""
     return [(number + 1) % every != 0 for number in layer_numbers(reading)]
 
 
@@ -412,7 +417,8 @@ def layer_numbers(reading: Reading) -> range:
 
 
 def typed_layers(reading: Reading, kinds: tuple[str, str], usual: Sequence[bool]) -> Sequence[bool]:
-    """Return which layers are of the second of these kinds by `layer_types`; `usual`: where it is missing."""
+    """Return for each layer whether `layer_types` names the second of `kinds`; `usual`: the result where that key is
+    missing."""
     typed = reading.get("layer_types")
     if typed is None:
         return usual
@@ -434,7 +440,7 @@ def window_values(reading: Reading) -> dict[str, Any]:
 
 
 def later_layers(reading: Reading) -> list[bool]:
-    """Return which layers `max_window_layers` gives windows: those from there on."""
+    """Return which layers have windows: the ones from layer `max_window_layers` on."""
     first = reading.integer("max_window_layers", least=0)
     return [number >= first for number in layer_numbers(reading)]
 
@@ -502,11 +508,11 @@ def switched_window_values(reading: Reading) -> dict[str, Any]:
 
 
 SWITCHED_WINDOWS: dict[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
-"""Their defaults."""
+"""Defaults of the keys that `switched_window_values` reads."""
 
 
 def switched_window_json(config: Config) -> dict[str, Any]:
-    """Return the same keys."""
+    """Return the keys that `switched_window_values` reads."""
     content = typed_window_json(config)
     return {**content, "use_sliding_window": content["sliding_window"] is not None}
 
@@ -518,7 +524,7 @@ def window_json(config: Config) -> dict[str, Any]:
 
 
 def typed_window_json(config: Config) -> dict[str, Any]:
-    """Return the same with `layer_types`."""
+    """Return `sliding_window` and `layer_types`."""
     has_window = [layer.attention.window is not None for layer in layers(config)]
     return {**window_json(config), "layer_types": [KINDS[window] for window in has_window]}
 

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, some of whose layers rotate nothing, with windows there or nowhere."""
+"""SmolLM3: Llama, some of whose layers rotate nothing; these layers have windows, or no layer has."""
 
 from typing import Any
 

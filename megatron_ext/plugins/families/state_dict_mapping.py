@@ -43,21 +43,22 @@ class ParameterMapping:
     """Whether the Hugging Face tensors are [columns, rows] of the parameter, [1, rows] of a vector."""
 
     added: float = 0.0
-    """What each element of the parameter has more than theirs."""
+    """Number to add to each element of the Hugging Face tensors to get the parameter's."""
 
     stacked: int = 0
     """Number of matrices that lie one below the other in each of the tensors, of which this is one; 0 where it is
     not."""
 
     shape: tuple[int, ...] | None = None
-    """The shape of a vector there, where it is no vector; -1 stands for its size."""
+    """Shape of the Hugging Face tensor of a vector, where that is no vector; -1 stands for the vector's size."""
 
     dtype: str | None = None
-    """The dtype that it has here and there, as in safetensors, whatever that of the weights."""
+    """The dtype that the parameter has in our files and in Hugging Face's, as safetensors names it, whatever dtype the
+    weights have."""
 
     @property
     def is_copied(self) -> bool:
-        """Whether rows are the same bytes here and there, where both have one dtype."""
+        """Whether the parameter's rows and the Hugging Face rows are the same bytes, where both have one dtype."""
         return not self.transposed and self.added == 0.0
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -106,8 +107,8 @@ def state_dict_mapping(config: Config, family: Family) -> list[ParameterMapping]
 
 
 def copies(config: Config, family: Family) -> dict[str, str]:
-    """Return the tensors of the family that repeat another one, with that: each depth of multi-token prediction has
-    embedding and output layer once more."""
+    """Return the tensors of the family that repeat another one -> the repeated one: each depth of multi-token
+    prediction has embedding and output layer once more."""
     tied = not config.model.untie_embeddings_and_output_weights
     ours = {there: NEXT_TOKEN_COPIES["embed_tokens"] if tied else one for there, one in NEXT_TOKEN_COPIES.items()}
     return {
@@ -157,8 +158,8 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
 
 def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
     """Yield the rows of megatron-core's fused QKV: for each query group its query heads, then its key head and its
-    value head. With gates these follow the group's queries; there each follows its own query, or they are a tensor of
-    their own."""
+    value head. With gates, the gates follow the group's queries; in Hugging Face's tensors each gate follows its own
+    query, or the gates are a tensor of their own."""
     groups, keys, values = attention.groups, attention.head_size, attention.value_head_size
     parts, heads = 2 if attention.gate else 1, attention.query_heads // groups
     queries = sum(attention.sections[:parts])

@@ -1,5 +1,5 @@
-"""Reads what a `config.json` says of the training itself: dropout and the load-balancing loss. These change no logits;
-without flags a run from the folder has them, as transformers' class would.
+"""Reads the training settings of a `config.json`: dropout and the load-balancing loss. These change no logits; without
+flags a run from the folder has them, as transformers' class would.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,8 @@ TRAINING_FLAGS = (*DROPOUTS, "moe_aux_loss_coeff", "moe_router_load_balancing_ty
 
 
 def training_values(reading: Reading) -> dict[str, Any]:
-    """Return the values of `TRAINING_FLAGS`. Those of the load-balancing loss are there where the file names one."""
+    """Return the values of `TRAINING_FLAGS`; the load-balancing loss has values only where the file names a coefficient
+    above 0."""
     values: dict[str, Any] = {
         flag: next((reading.number_from_0(name, below=1.0) for name in names if reading.get(name) is not None), 0.0)
         for flag, names in DROPOUTS.items()

@@ -2,18 +2,20 @@
 
 One projection gives the queries, keys, values, output gates, and two numbers of every value head; a short convolution
 over the latest positions mixes queries, keys and values; the gated delta rule (`rule.py`) takes the place of attention;
-what it gives is normalized head by head, gated, and projected. Several value heads share each key head, and rows of the
+its output is normalized head by head, gated, and projected. Several value heads share each key head, and rows of the
 projection lie key head by key head: tensor-parallel ranks divide all of it by key heads. megatron-core's GatedDeltaNet
-needs `fla` and a GPU; names are as there.
+needs `fla` and a GPU; names are as in that class.
 
-Kimi Delta Attention (arXiv:2510.26692, section 4) is the same with a decay for each channel of the key; what decays and
-output gates are projected from is made of the tokens that a rank has, as the latents of attention are.
+Kimi Delta Attention (arXiv:2510.26692, section 4) is the same with a decay for each channel of the key; the vectors
+from which decays and output gates are projected are computed from the tokens that a rank has, as the latents of
+attention are.
 
-All of it between the two projections is computed span by span, and again in the backward pass, so that the projection's
-output and a state for each span are all that is kept of a sequence.
+All of it between the two projections is computed span by span, and again in the backward pass, so that only the
+projection's output and a state for each span are kept of a sequence.
 
-Context-parallel ranks have two pieces of every sample. What a piece makes of the state before it is affine, S -> A S +
-C: all ranks gather A and C of all pieces, and the last inputs of the convolution of each, and go on from there.
+Context-parallel ranks have two pieces of every sample. A piece maps the state before it affinely, S -> A S + C: all
+ranks gather A and C of all pieces, and the last inputs of the convolution of each, and compute from these the state
+before each of their pieces.
 
 Shapes: P pieces of S positions, B samples, G key heads of this rank, R value heads of each, D and V channels of a key
 and of a value head, M channels of a key head in all that is projected (X in the convolution, which come first; then
@@ -47,8 +49,9 @@ _L2_EPSILON = 1e-6
 
 
 class Weight(torch.nn.Module):
-    """Holds a weight and a bias, if there are these, which other modules compute with. They call it before they read
-    these: a scheme that gathers weights has those of a module ready for its forward pass."""
+    """Holds a weight and a bias, either of which may be None, that other modules compute with. These call the module
+    before they read its parameters, because a sharding scheme that gathers weights does so in a module's forward
+    pass."""
 
     def __init__(self, weight: torch.nn.Parameter | None = None, bias: torch.nn.Parameter | None = None) -> None:
         super().__init__()
@@ -66,10 +69,11 @@ class GatedDeltaNet(MegatronModule):
     """
 
     divided: ClassVar[tuple[str, ...]] = ("conv1d.weight", "dt_bias", "A_log")
-    """What tensor-parallel ranks divide besides the projections, in the order in which every span takes it."""
+    """Names of the parameters, besides the projections, that tensor-parallel ranks divide and every span computes with,
+    in the order of `_span`'s arguments."""
 
     divided_for_reading: tuple[str, ...] = ()
-    """The same of what spans take where something is read, in the place of the norm's vectors."""
+    """Names of the divided parameters that a span needs only to compute outputs; they replace the norm's vectors."""
 
     def __init__(
         self,
@@ -172,7 +176,7 @@ class GatedDeltaNet(MegatronModule):
 
     @torch.compiler.disable
     def _core(self, sequences: Sequences | None, mixed_SBM: torch.Tensor) -> torch.Tensor:
-        """Return what the heads read, normalized and gated, [S, B, G x R x V]."""
+        """Return the outputs of the heads, normalized and gated, [S, B, G x R x V]."""
         self.conv1d()
         self.out_norm()
         described, group = self.described, self.cp_group
@@ -211,7 +215,7 @@ class GatedDeltaNet(MegatronModule):
 
     @property
     def compute_span(self) -> Callable[..., tuple[torch.Tensor | None, torch.Tensor]]:
-        """What computes a span."""
+        """Function that computes a span, with the arguments of `_span`."""
         return _span
 
     def states_before(self, run: Any, tail: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -242,8 +246,8 @@ class GatedDeltaNet(MegatronModule):
         state: torch.Tensor,
         reading: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return what is read, [P, S, B, G x R x V], and the state after the last position, span by span. Without
-        `reading`, vectors that this takes, nothing is read.
+        """Return the outputs, [P, S, B, G x R x V], and the state after the last position, computed span by span.
+        `reading` holds the parameters that the outputs need; where it is empty, the outputs are None.
 
         Args:
             ids: number of each position's document in its piece, with K zeros before, [P, K + S, B].
@@ -268,8 +272,8 @@ class GatedDeltaNet(MegatronModule):
 
 
 class AgainInBackward(torch.autograd.Function):
-    """Computes a function once more in the backward pass, from what it was given. It draws no random numbers, of which
-    megatron-core's and torch's checkpoints keep the generators' states."""
+    """Computes a function once more in the backward pass, from its saved inputs. The function must draw no random
+    numbers: unlike megatron-core's and torch's checkpoints, this keeps no generators' states."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -301,7 +305,8 @@ def _span(
     a_log: torch.Tensor,
     *norm: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return what is read in a span, [P, S, B, G x R x V], if anything is, and the state after it."""
+    """Return the outputs of a span, [P, S, B, G x R x V], or None without parameters for them, and the state after
+    it."""
     groups, per_key, wide = mixed_PSBGM.size(3), described.per_key, state.dtype
     values, rule = per_key * described.value_size, rule_of(described, mixed_PSBGM.dtype)
     decays = described.decays
@@ -357,8 +362,8 @@ def _normed(x: torch.Tensor) -> torch.Tensor:
 
 
 def documents_of_span(ids: torch.Tensor | None, kernel: int) -> torch.Tensor | None:
-    """Return the number of each position's document, [P, B, 1, 1, S], counted from that of the state before the span.
-    ids: [P, K + S, B], the K before the span first."""
+    """Return the number of each position's document, [P, B, 1, 1, S], where 0 is the document that the state before the
+    span belongs to. ids: [P, K + S, B], the K positions before the span first."""
     if ids is None:
         return None
     return (ids[:, kernel:] - ids[:, kernel - 1, None]).permute(0, 2, 1)[:, :, None, None]
@@ -387,7 +392,8 @@ def _own(pieces: list[torch.Tensor], group: Any) -> torch.Tensor:
 
 
 def before_pieces(last: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return what comes before each of this rank's pieces, of the last inputs of all; zeros before the first."""
+    """Return the last inputs of the piece before each of this rank's pieces, gathered from all ranks; zeros before a
+    sample's first piece."""
     every = _gathered(last, group)
     return _own([torch.zeros_like(every[0]), *every[:-1]], group)
 
@@ -395,8 +401,8 @@ def before_pieces(last: torch.Tensor, group: Any) -> torch.Tensor:
 def states(
     maps_PBGRDX: torch.Tensor, group: Any, apply: Callable[..., torch.Tensor] = torch.matmul, columns: int | None = None
 ) -> torch.Tensor:
-    """Return the state before each of this rank's pieces, from what every piece makes of one: columns that it adds,
-    and the last ones (`columns`; default D), which it applies to the one before it: it multiplies by them."""
+    """Return the state before each of this rank's pieces, from the affine map of every piece: columns that the piece
+    adds to a state, and last the `columns` (default D) that `apply` multiplies with the state before the piece."""
     columns = columns or maps_PBGRDX.size(-2)
     every = _gathered(maps_PBGRDX, group)
     found = [torch.zeros_like(every[0][..., :-columns])]

@@ -8,15 +8,15 @@ value head, K positions of the convolution, c context-parallel ranks, w bytes of
 
     projected     w T g (2 D + 2 R V + 2 R)     queries, keys, values, gates, decays and steps, before all else; with a
                                                 decay for each channel w T g (2 D + 2 R V + R + R D)
-    gates         w T 2 V                       then: what gates and decays are projected from (/t with sequence
-                                                parallelism)
+    gates         w T 2 V                       then: inputs of the projections of gates and decays (/t with
+                                                sequence parallelism)
     core          4 B g R D V n                 the state before each of the n spans of its part of a sample
     projection    w T g R V                     input of the output projection
 
-What lies between these is computed again in the backward pass, span by span (`computed_again`). With --context-
-parallel-size a rank has two parts of every sample, computes what each makes of a state before it, and sends all
-others that, 2 B g R D (D + V) fp32 numbers, and 2 B (K - 1) g (2 D + R V) inputs of the convolution: both whatever
-the length of a sample.
+Tensors between these are computed again in the backward pass, span by span (`computed_again`). With
+--context-parallel-size a rank has two parts of every sample, computes each part's map of the state before it, and sends
+to all other ranks the maps, 2 B g R D (D + V) fp32 numbers, and 2 B (K - 1) g (2 D + R V) inputs of the convolution:
+both whatever the length of a sample.
 """
 
 from collections.abc import Iterator, Mapping
@@ -58,7 +58,8 @@ class GatedDelta(Part):
     """Columns by which a piece of a sample multiplies the state before it; None: as many as a state has rows."""
 
     map_flops: ClassVar[float | None] = None
-    """Operations that finding these takes, over those of the outputs; None: by the columns."""
+    """Operations of computing a piece's map of the state, divided by the operations of computing the outputs; None:
+    derived from the number of columns."""
 
     sent_maps: ClassVar[str] = "4 R g D (D+V) + w (K-1) g (2D+RV)"
 
@@ -68,22 +69,22 @@ class GatedDelta(Part):
     """Channels of a query head and of a key head."""
 
     value_size: int
-    """Channels of a value head, of its gate, and of what it gives."""
+    """Channels of a value head, of its gate, and of its output."""
 
     kernel: int
     """Positions that the convolution sees."""
 
     norm: Norm
-    """The norm of what a head gives."""
+    """Norm of a head's output."""
 
     by_channel: bool = False
     """Whether each channel of the key decays by itself, as in Kimi Delta Attention."""
 
     furthest_write: float = 1.0
-    """How far a write may go: 2 takes what was read at a key to its opposite."""
+    """Largest factor of a write, beta: 2 turns the value read at a key into its opposite."""
 
     kernels: str = "torch"
-    """What computes the recurrence: torch, or fla (`kernels.py`)."""
+    """Implementation of the recurrence: torch, or fla (`rule.py`)."""
 
     widest_key: ClassVar[int | None] = 256
     """Channels of a key that fla-core's kernel takes."""
@@ -113,7 +114,7 @@ class GatedDelta(Part):
 
     @property
     def mixed_size(self) -> int:
-        """Channels of all that is projected from a token."""
+        """Channels of all vectors that are projected from a token."""
         apart = self.value_heads * (self.key_size + self.value_size) if self.by_channel else 0
         return self.projected_size + apart
 
@@ -129,7 +130,7 @@ class GatedDelta(Part):
 
     @property
     def context_size(self) -> int:
-        """Channels of what all value heads give."""
+        """Channels of the outputs of all value heads."""
         return self.value_heads * self.value_size
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -159,7 +160,7 @@ class GatedDelta(Part):
             yield place.vector("out_norm.bias", self.value_size)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with each linear layer."""
+        """Yield the extra state that is saved with each linear layer."""
         for name in ("in_proj", "out_proj", *(("decay_out_proj", "gate_out_proj") if self.by_channel else ())):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 
@@ -184,7 +185,7 @@ class GatedDelta(Part):
         tails = share.width * pieces * samples * (self.kernel - 1) * self.convolved_size // share.tensor
         of_gates = share.width * share.tokens * self.gates_size / share.divided
         if self.by_channel and share.config.layout.sequence_parallel_keep_gathered:
-            # Those of all ranks, and the input once more that the whole projection has a part of.
+            # The gathered vectors of all ranks, and the layer's input once more, of which the projection reads a part.
             of_gates = share.width * share.tokens * self.gates_size + share.stream
         return {
             **({"gates": of_gates} if self.by_channel else {}),
@@ -194,18 +195,18 @@ class GatedDelta(Part):
         }
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what autograd keeps of one span: between positions of a chunk decays and products, with a
-        decay for each channel keys and queries with what decays up to the middle of each of their blocks; of each
-        position inputs and outputs of the convolution, keys, queries and values by heads, the solution of the
-        triangular system, what is read, normed and gated; of each chunk but the first a state. Where a state is mapped,
-        keys stand next to values, and nothing is read."""
+        """Return the bytes that autograd keeps of one span: for pairs of positions of a chunk, decays and products, or
+        with a decay for each channel, keys and queries times the decays up to the middle of each of their blocks; for
+        each position, inputs and outputs of the convolution, keys, queries and values by heads, the solution of the
+        triangular system, and the output, normed and gated; for each chunk but the first, a state. Where a piece's map
+        of the state is computed, keys stand next to values, and there is no output."""
         pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
         span = min(SPAN, share.length // (share.context * pieces))
         chunk = min(CHUNK, span)
         chunks = -(-span // chunk)
         keys, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
         size, wide, convolved = self.key_size, self.value_size, self.convolved_size // share.tensor
-        # With one decay keys and queries are multiplied by matrices, which copies those of several pieces or chunks.
+        # With one decay keys and queries are multiplied by matrices, which copies them for several pieces or chunks.
         copies, single, scalars = (0, 0, 2) if self.by_channel else (2 * (pieces * chunks > 1), 4, 6)
         found = []
         for reads in (True, False) if share.context > 1 else (True,):
@@ -221,20 +222,21 @@ class GatedDelta(Part):
         return _FP32 * pieces * samples * max(found) + 2 * chunk * chunk  # and two masks
 
     def _of_maps(self, share: Share, spans: int, state: float) -> float:
-        """Return the bytes of what maps of states are made from, of the maps of all pieces, and of the states that they
-        are applied to: all but the last on the rank that has the last piece, and fewer on others."""
+        """Return the bytes of the states kept for each span while maps are computed, of the maps of all pieces, and of
+        the states that the maps are applied to: all but the last on the rank that has the last piece, and fewer on
+        others."""
         if share.context == 1:
             return 0.0
         return self._maps(share) * (spans / 2 + share.context) + (2 * share.context - 1) * state
 
     def _maps(self, share: Share) -> float:
-        """Return the bytes of what a rank's two pieces make of a state."""
+        """Return the bytes of a rank's maps of the state, one for each of its two pieces."""
         samples = share.tokens * share.context // share.length
         columns = (self.map_columns or self.key_size) + self.value_size
         return 2 * _FP32 * samples * self.value_heads // share.tensor * self.key_size * columns
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield the gradient of the norm's weight, and what context-parallel ranks exchange."""
+        """Yield the exchanges of the norm's gradient and of the inputs of gates, and of context-parallel ranks."""
         if share.tensor > 1:
             vectors = 2 if self.norm.has_bias else 1
             weight = vectors * 2 * (share.tensor - 1) / share.tensor * share.width * self.value_size
@@ -243,7 +245,8 @@ class GatedDelta(Part):
         yield from self.sent_over_pieces(share)
 
     def sent_over_pieces(self, share: Share) -> Iterator[Exchange]:
-        """Yield what context-parallel ranks exchange."""
+        """Yield the exchanges of context-parallel ranks: maps of the state, and the convolution's last inputs, of each
+        piece."""
         if share.context == 1:
             return
         samples = share.tokens * share.context // share.length
@@ -255,7 +258,7 @@ class GatedDelta(Part):
         yield Exchange("cp", "reduce-scatter", 0.0, each, (0, calls), formula, "core")
 
     def _sent_of_gates(self, share: Share) -> Iterator[Exchange]:
-        """Yield what ranks exchange of what gates and decays are projected from."""
+        """Yield the exchanges, over tensor-parallel ranks, of the vectors from which gates and decays are projected."""
         if not self.by_channel:
             return
         size = (share.tensor - 1) / share.tensor * share.width * share.tokens * self.gates_size
@@ -269,8 +272,8 @@ class GatedDelta(Part):
         yield Exchange("tp", "reduce-scatter", 0.0, size, (0, 2), formula, "mixer")
 
     def core_flops(self, length: int) -> float:
-        """Return the operations of one token, forward: of the state what reads and writes it, of a chunk half of its
-        square, which causality leaves, for the products of keys and queries, the triangular system and its result. The
+        """Return the operations of one token, forward: reading and writing the state; and over half of a chunk's
+        square, which causality leaves, the products of keys and queries, the triangular system and its result. The
         convolution is among the matrices. With a decay for each channel value heads have keys and queries of their
         own."""
         keys, values, chunk = self.key_size, self.value_size, min(CHUNK, length)
@@ -279,8 +282,8 @@ class GatedDelta(Part):
         return of_states + chunk * (pairs + self.value_heads * (keys + 2 * values))
 
     def core(self, share: Share) -> Core:
-        """Return the same of a rank's microbatch, which its backward pass computes once more; with context parallelism
-        states are mapped before."""
+        """Return the operations of a rank's microbatch, which its backward pass computes once more; with context
+        parallelism, maps of the state are computed before."""
         maps = 1.0
         if share.context > 1:
             maps += self.map_flops or 1.0 + self.key_size / self.value_size / 2
@@ -289,7 +292,7 @@ class GatedDelta(Part):
         return Core(flops, 3.0, flops, self.key_size, heads * share.tokens * CHUNK)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it."""
+        """Return the piece that a gated delta rule asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
             "Transformer Engine": "which has no gated delta rule",
             "FP8": "which was never compared with another layout in gated delta rules",
@@ -298,7 +301,7 @@ class GatedDelta(Part):
         return {"delta": Asked(asked, lacked_by=lacked_by)}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what its flags cannot be."""
+        """Yield the problems of its flags."""
         layout = config.layout
         if self.value_heads % self.key_heads:
             yield (

@@ -1,21 +1,22 @@
 """Computes the gated delta rule (Yang et al. 2024, arXiv:2412.06464, equation 10) chunk by chunk.
 
-    S_t = diag(exp(g_t)) S_{t-1}                      what is kept of the state, a matrix [D, V]
-    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T        what is read at a key is moved towards its value
+    S_t = diag(exp(g_t)) S_{t-1}                      the state, a matrix [D, V], decays
+    S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T        the value read at a key is moved towards v_t
     o_t = S_t^T q_t
 
 Within a chunk all of its writes follow from one triangular system (the same, section 3.3); from chunk to chunk the
 state alone is handed on. With one decay for all channels of a head this is Gated DeltaNet, with one for each channel of
-the key Kimi Delta Attention (arXiv:2510.26692). There every two positions of a chunk have D decays between them. The
-products of positions of a chunk's second half with those of its first are one matrix product, of what decays from the
-middle on and of what decays up to it, none of which can overflow; each half is divided likewise, down to one position.
+the key Kimi Delta Attention (arXiv:2510.26692). In Kimi Delta Attention every two positions of a chunk have D decays
+between them. The products of the positions of a chunk's second half with the positions of its first half are one matrix
+product, of factors that decay from the middle on and of factors that decay up to it, none of which can overflow; each
+half is divided likewise, down to one position.
 
 Shapes: S positions, N chunks of C positions, D channels of a key, V of a value; ... are rows and heads that broadcast.
 
 With --recurrence-kernels fla, fla-core's Triton kernels compute the same on a GPU. Their decays are logarithms to the
 base e, as ours; queries, keys and values have the dtype of the model, decays, writes and states fp32. Documents lie one
 after another in one row, each with a state of its own before it. Both passes take and give states and their gradients,
-so that spans and context-parallel ranks go on from each other as with our own rule. Shapes there: P pieces of S
+so that spans and context-parallel ranks go on from each other as with our own rule. Shapes for fla-core: P pieces of S
 positions, B samples, G key heads, R value heads of each, D and V channels, N documents.
 """
 
@@ -42,24 +43,25 @@ def delta_rule(
     state_DV: torch.Tensor,
     documents_S: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return what each query reads, [..., S, V], and the state after the last position, [..., D, V].
+    """Return the outputs o of equation 10, [..., S, V], or None without queries, and the state after the last position,
+    [..., D, V].
 
     Args:
-        query_SD: [..., S, D]; None where nothing is read.
+        query_SD: [..., S, D]; None where only the state is wanted.
         key_SD: [..., S, D].
         value_SV: [..., S, V].
         log_decay_SX: g, at most 0, [..., S, 1], or [..., S, D] with a decay for each channel.
         beta_S1: how far each write goes, [..., S, 1]; None: values are added as they are, whatever is read at their
             keys: S_t = exp(g_t) S_{t-1} + k_t v_t^T (Mamba-2, arXiv:2405.21060, equation 1).
         state_DV: the state before the first position, [..., D, V].
-        documents_S: number of each position's document, [..., S], never falling; 0 is what `state_DV` belongs to.
+        documents_S: number of each position's document, [..., S], never falling; `state_DV` belongs to document 0.
     """
     length = key_SD.size(-2)
     by_channel = log_decay_SX.size(-1) > 1
     chunk = min(CHUNK, 1 << (length - 1).bit_length() if by_channel else length)  # halves have halves
     key, value, log_decay = (_chunks(x, chunk) for x in (key_SD, value_SV, log_decay_SX))
     # From before the chunk. In fp64: the gradient of a decay is a sum over pairs of positions, most of which cancel;
-    # in fp32 that of A_log is off by 2e-5 of its norm, so by 1e-7.
+    # in fp32 A_log's gradient is off by 2e-5 of its norm, so by 1e-7.
     total = log_decay.double().cumsum(-2)
     closing = F.pad(total[..., -1:, :] - total[..., :-1, :], (0, 0, 0, 1)).to(key.dtype).exp()
     opened, kept = total.to(key.dtype).exp(), total[..., -1, :, None].to(key.dtype).exp()
@@ -109,8 +111,8 @@ def _chunks(x_SX: torch.Tensor, chunk: int, *, repeats: bool = False) -> torch.T
 def _products(
     rows: Sequence[torch.Tensor], key_CD: torch.Tensor, total_C1: torch.Tensor, sees_CC: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the products of each of `rows`, [..., C, D], at every position with the key at every other one, times what
-    is left there of what was written here, [..., C, C]; 0 where a position does not see the other."""
+    """Return, for each of `rows`, [..., C, D], its products with all keys of the chunk, each times the decay from the
+    key's position to the row's, [..., C, C]; 0 where a position does not see the other."""
     itself = torch.eye(sees_CC.size(-1), dtype=torch.bool, device=sees_CC.device)
     differences = (total_C1 - total_C1.transpose(-1, -2)).to(key_CD.dtype)
     between = differences.masked_fill(~sees_CC, -torch.inf).masked_fill(itself, 0.0).exp()
@@ -120,7 +122,8 @@ def _products(
 def _products_by_channel(
     rows: Sequence[torch.Tensor], key_CD: torch.Tensor, total_CD: torch.Tensor, sees_CC: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the same with a decay for each channel, from blocks of single positions on to the whole chunk."""
+    """Return the products of `_products` with a decay for each channel, computed from blocks of single positions up to
+    the whole chunk."""
     found = [(row * key_CD).sum(-1).expand(total_CD.shape[:-1])[..., None, None] for row in rows]
     size = 1
     while size < sees_CC.size(-1):
@@ -142,7 +145,7 @@ def _halves(x_CX: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def rule_of(described: GatedDelta, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor | None, torch.Tensor]]:
-    """Return what computes the recurrence of a model of this dtype, with the arguments of `delta_rule`."""
+    """Return the function that computes the recurrence of a model of this dtype, with the arguments of `delta_rule`."""
     return delta_rule if described.kernels == "torch" else partial(_delta_rule_of_fla, dtype)
 
 
@@ -156,7 +159,7 @@ def _delta_rule_of_fla(
     state: torch.Tensor,
     documents: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return what `delta_rule` returns. Queries and keys are [P, B, G, 1, S, D], values [P, B, G, R, S, V],
+    """Compute `delta_rule` with fla-core's kernels. Queries and keys are [P, B, G, 1, S, D], values [P, B, G, R, S, V],
     documents [P, B, 1, 1, S]."""
     samples, heads, (length, columns) = value.shape[:2], value.shape[2:4], value.shape[-2:]
 

@@ -1,4 +1,4 @@
-"""What the flags of gated delta rules cannot be next to others."""
+"""Rules for the flags of gated delta rules next to other flags."""
 
 from collections.abc import Iterator
 

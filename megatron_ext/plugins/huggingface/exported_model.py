@@ -81,7 +81,8 @@ def compare_logits(source: SavedModel, folder: Path, dtype: str) -> Agreement:
 
 
 def compare_losses(source: SavedModel, folder: Path, dtype: str, prefix: str, samples: int) -> LossAgreement:
-    """Return the losses of both models on the first `samples` samples of the corpus, each as long as those of training.
+    """Return the losses of both models on the first `samples` samples of the corpus, each as long as a sample of
+    training.
 
     Raises:
         ConfigurationError: transformers is not installed, or the corpus is shorter than one sample.
@@ -139,7 +140,7 @@ def _tokens(config: Config) -> torch.Tensor:
             tokenizer = tokenizer_from_flags(data)
             ids = tokenizer.encode(_TEXT * length)[:length]
         except ConfigurationError:
-            pass  # its files are no longer there
+            pass  # its files are gone
     return torch.tensor([ids])
 
 
@@ -148,7 +149,7 @@ def our_model(source: SavedModel, dtype: str, length: int) -> Iterator[Callable[
     """Yield a function from tokens [batch, sequence] to logits [batch, sequence, vocabulary] in fp32.
 
     The weights are the checkpoint's, rounded to `dtype`. Where rotary frequencies depend on the length of sequences, as
-    transformers chooses them, they are those of `length`.
+    transformers chooses them, they are the frequencies for `length`.
     """
     here = device.install("cpu")
     from megatron.core import dist_checkpointing
@@ -182,7 +183,7 @@ def our_model(source: SavedModel, dtype: str, length: int) -> Iterator[Callable[
 
 
 def _alone(config: Config, length: int) -> Config:
-    """Return the same model in fp32 on one process, for sequences of this length."""
+    """Return the configuration of the same model in fp32 on one CPU process, for sequences of `length`."""
     training = dataclasses.replace(config.training, bf16=False, fp16=False)
     layout = LayoutConfig(world_size=1, device="cpu")
     model = dataclasses.replace(config.model, seq_length=length)

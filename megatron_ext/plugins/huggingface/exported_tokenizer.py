@@ -56,7 +56,7 @@ class _Reader:
 
 
 def check_ids(folder: Path, config: Config, tokenizer: Tokenizer) -> SameIds:
-    """Compare the folder's tokenizer with `tokenizer`, that of training, on probe texts and on validation data.
+    """Compare the folder's tokenizer with `tokenizer`, which training used, on probe texts and on validation data.
 
     Where AutoTokenizer reads the folder with a class that rebuilds the pipeline and so gives other ids, the folder's
     `tokenizer_class` becomes PreTrainedTokenizerFast, and a warning says so.
@@ -88,7 +88,8 @@ _WAYS_OUT = (
 
 
 def _compare_with_transformers(written: HuggingFaceTokenizer, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Compare what AutoTokenizer makes of the folder; see the head of this file for the class that it takes."""
+    """Compare the tokenizer that AutoTokenizer reads from the folder; see the head of this file for the class that it
+    takes."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(written.folder)
@@ -177,7 +178,7 @@ def _held_out_texts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], st
         try:
             check_indexed_files(prefix)
             texts += [tokenizer.decode(ids) for ids in _documents(prefix, files.bounds, tokenizer.eod)]
-        except (ConfigurationError, DataError, OSError) as error:  # the first of files that are no longer there
+        except (ConfigurationError, DataError, OSError) as error:  # the first of files that are gone
             return [], f"{files.flag} {prefix} cannot be read ({error})"
         if len(texts) >= _DOCUMENTS:
             break

@@ -159,7 +159,7 @@ def write_tensors(
 
     Args:
         entries: the places, by the names of `mappings`.
-        repeated: tensors that repeat another one, with that.
+        repeated: tensors that repeat another one -> the other one.
     Raises:
         DataError: the shards are not what the manifest says.
     """
@@ -285,7 +285,8 @@ def _files(
     max_size: int,
     dtypes: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Entry]:
-    """Make the safetensors files, and the index where there are several; `dtypes`: of what has not that of `code`."""
+    """Make the safetensors files, and the index where there are several; `dtypes`: tensors whose dtype differs from
+    `code`."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = total = 0
     for name, shape in shapes.items():
@@ -338,7 +339,7 @@ def _write_companions(folder: Path, source: SavedModel, family: Family, code: st
 
 
 def _copy(source: SavedModel, folder: Path, names: Sequence[str]) -> list[str]:
-    """Copy those of the tokenizer's files that have these names, and return the names."""
+    """Copy the tokenizer's files that have these names, and return the names of the copied files."""
     data = source.config.data
     if data.tokenizer_type not in (None, "HuggingFaceTokenizer"):
         files = {name: path for name, path in tokenizer_files(data).items() if name in names and path.is_file()}
@@ -368,7 +369,8 @@ def _is_converted(config: Config) -> bool:
 
 
 def _tokenizer_of_training(config: Config) -> Tokenizer | None:
-    """Return the tokenizer; None where the configuration names none with a text, or its files are no longer there."""
+    """Return the tokenizer of the training; None where the configuration names none with a text, or where its files are
+    gone."""
     if config.data.tokenizer_type in (None, "NullTokenizer"):
         return None
     try:

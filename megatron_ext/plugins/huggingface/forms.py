@@ -78,8 +78,9 @@ def _turned(entry: Entry, expert: int, first: int, shape: tuple[int, ...]) -> En
 
 
 def experts_apart(entries: dict[str, Entry], family: Family) -> dict[str, Entry]:
-    """Return the tensors of a family whose experts have matrices of their own, where the files hold those of all
-    experts in one, gate and up projection together: [experts, out, in], or transposed as Qwen3-VL has them."""
+    """Return the tensors with a matrix for each expert, as the family names them, where the files hold the matrices of
+    all experts in one tensor, gate and up projection together: [experts, out, in], or transposed as Qwen3-VL has
+    them."""
     names = family.names.get("mlp.experts.linear_fc1", ())
     if len(names) != 2 or "{}" not in names[0]:
         return entries
@@ -110,8 +111,8 @@ def experts_apart(entries: dict[str, Entry], family: Family) -> dict[str, Entry]
 
 
 def equal_thirds(entries: Mapping[str, Entry], mappings: Iterable[ParameterMapping]) -> dict[str, Entry]:
-    """Return the convolutions of delta rules that lie in three tensors of equal size, the last one what is left,
-    whatever the sizes of queries, keys and values, as transformers 5.23 writes those of an OLMo hybrid."""
+    """Return the convolutions of delta rules that lie in three tensors of equal size, the last one the rest, whatever
+    the sizes of queries, keys and values, as transformers 5.23 writes the convolutions of an OLMo hybrid."""
     found: dict[str, Entry] = {}
     for mapping in mappings:
         shapes = mapping.tensor_shapes()

@@ -32,13 +32,13 @@ _LARGEST_INDEX = 1 << 26  # bytes; 200,000 tensors have some 20 million
 
 
 def read_model(folder: str | Path) -> tuple[Family, dict[str, Any]]:
-    """Return what `read_hf_config` does, with the type as which it is exported again, and what the files say better:
-    depths of multi-token prediction are none where they hold none, and a text model inside of another one is tied or
-    not as its output layer is there.
+    """Return the family and the values of `read_hf_config`, with the model type for a later export, corrected by the
+    weight files: no depths of multi-token prediction where the files hold none, and for a text model inside of another
+    one, tied or untied embeddings by the output layer that the files hold.
 
     transformers writes `num_nextn_predict_layers` 1 into every file of some families, and leaves their weights out.
-    Around a text model it takes what is said next to `text_config`, of some types also what is said inside, or what
-    their class has; and it ties no output layer that differs from the embeddings.
+    Around a text model it takes `tie_word_embeddings` from next to `text_config`, for some types also from inside, or
+    the default of their class; and it ties no output layer that differs from the embeddings.
     """
     family, values = read_hf_config(folder)
     values["hf_model_type"] = family.model_type
@@ -84,8 +84,8 @@ class HFFolder:
         self.remarks = [*_unread_index(self.path)]
         if unquantized:
             self.remarks.append(f"{self.path}: {unquantized} quantized tensors are read as bf16")
-        """Sentences on what is not read of the folder; `check` adds one that counts and names the tensors that are left
-        out, if there are any."""
+        """Sentences on contents of the folder that are not read; `check` adds one that counts and names the tensors
+        that are left out, if there are any."""
 
     def check(self, config: Config) -> None:
         """Check that the files hold the model that `config` (made from `values`) describes, and nothing else that
@@ -120,7 +120,7 @@ class HFFolder:
             self.entries = {name: entry for name, entry in self.entries.items() if name not in others}
 
     def _of_parameters(self, mappings: Iterable[ParameterMapping], config: Config) -> Iterator[str]:
-        """Yield what is wrong with the tensors that hold our parameters."""
+        """Yield the problems of the tensors that hold our parameters: missing, or of another shape or dtype."""
         for mapping in mappings:
             for name, shape in mapping.tensor_shapes().items():
                 entry = self.entries.get(name)
@@ -140,7 +140,7 @@ class HFFolder:
         return ', or be the embeddings, by "tie_word_embeddings": true in a copy of config.json'
 
     def _of_others(self, config: Config) -> Iterator[str]:
-        """Yield what is wrong with tensors that are constants or repeat others."""
+        """Yield the problems of tensors that are constants or repeat others: their values differ."""
         for name, value in self.family.constants_of(config).items():
             entry = self.entries.get(name)
             if entry is not None and not (
@@ -164,8 +164,8 @@ class HFFolder:
 
 
 def differ(entries: Mapping[str, Entry], one: str, other: str) -> bool:
-    """Return whether two tensors, which are to be one, are there and differ: files may hold a shared matrix twice; two
-    different ones would be another model."""
+    """Return whether the files hold both of two tensors that should be one, and the two differ: files may hold a shared
+    matrix twice, but two different ones would be another model."""
     head, table = entries.get(one), entries.get(other)
     if head is None or table is None:
         return False
@@ -192,7 +192,7 @@ def text_model(entries: Mapping[str, Entry], family: Family) -> tuple[dict[str, 
 
     The embeddings show where the model is: `model.language_model.` in a model of text and images,
     `language_model.model.` in published ones, at the beginning in files that were written from the model without its
-    head, as the oldest ones and those of embedding models.
+    head, as the oldest files and the files of embedding models.
     """
     for pattern, usual in family.respelled.items():
         entries = {re.sub(pattern, usual, name): entry for name, entry in entries.items()}
@@ -226,7 +226,8 @@ def vectors_as_rows(entries: Mapping[str, Entry], family: Family) -> dict[str, E
 
 
 def _entries(folder: Path) -> dict[str, Entry]:
-    """Return the tensors of the single file where it is there, as transformers does, else those of the index."""
+    """Return the tensors of the single file where it exists, as transformers does, else the tensors that the index
+    names."""
     if (folder / SINGLE).exists():
         return read_header(safe_file(folder, SINGLE))
     if (folder / INDEX).exists():

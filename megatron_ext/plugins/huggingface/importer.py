@@ -67,7 +67,7 @@ def _check_as_a_run(folder: HFFolder) -> None:
 
 
 def copy_tokenizer(source: Path, destination: Path, wanted: Sequence[str] = HUGGINGFACE_FILES) -> list[str]:
-    """Copy those of the tokenizer's files that `source` has; returns their names."""
+    """Copy the tokenizer's files that `source` has, and return their names."""
     names = [name for name in wanted if (source / name).exists()]
     if names:
         destination.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,8 @@ def _elements(folder: HFFolder, mapping: ParameterMapping, dtype: str, files: Fi
 def _convert(
     entry: Entry, mapping: ParameterMapping, span: RowRange, rows: range, dtype: str, target: memoryview
 ) -> None:
-    """Fill `target` with rows of a parameter that lie there in another dtype, transposed or with other values."""
+    """Fill `target` with rows of a parameter that the Hugging Face tensor holds in another dtype, transposed, or with a
+    number to add."""
     import numpy as np
 
     if mapping.transposed:

@@ -23,7 +23,7 @@ def load_huggingface(run: Saveable, path: str | Path) -> list[str]:
     """Put the weights into the run's model, rounded to its dtype, and unrounded into the optimizer's fp32 masters.
 
     Returns:
-        Sentences on what is not read of the folder (`HFFolder.remarks`).
+        Sentences on contents of the folder that are not read (`HFFolder.remarks`).
     Raises:
         ConfigurationError: the folder cannot be read as a model of ours.
         DataError: the folder's tensors are not those that its `config.json` describes.

@@ -91,11 +91,11 @@ class SavedModel:
 
     @cached_property
     def written(self) -> tuple[Family, Config]:
-        """What `written_as` returns: the family, and the configuration of what is exported."""
+        """The family that the model is written as, and the configuration of the exported model (`written_as`)."""
         return written_as(self.config)
 
     def check(self) -> None:
-        """Check that every parameter that is exported is there.
+        """Check that the checkpoint holds every parameter that is exported.
 
         Raises:
             ConfigurationError: a layer has parameters of its own, which no family has.

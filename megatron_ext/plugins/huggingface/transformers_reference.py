@@ -1,7 +1,7 @@
-"""What transformers computes with an exported folder.
+"""Computes logits and losses of an exported folder with transformers, as a reference.
 
-It runs in a process of its own, and imports nothing of ours: what the device room replaces in torch leaves the rotary
-tables of transformers unfilled, and loading megatron-core takes longer than the comparison.
+It runs in a process of its own, and imports nothing of ours: the functions of torch that the device room replaces would
+leave the rotary tables of transformers unfilled, and loading megatron-core takes longer than the comparison.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class EarliestOfEquals(TorchFunctionMode):
     """Takes the earliest of equal elements wherever torch's topk would take any of them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return what the function does, or for topk the first of a stable order."""
+        """Return the function's result, or for topk the first values and indices of a stable sort."""
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **kwargs)

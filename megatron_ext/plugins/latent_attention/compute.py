@@ -1,7 +1,8 @@
 """Computes multi-head latent attention on plain torch (DeepSeek-V2, arXiv:2405.04434, section 2.1, equations 9 to 19).
 
 megatron-core's MLASelfAttention needs Transformer Engine for whole down projections, and without it each rank keeps the
-gradient of its own heads for the key's channels that all heads share. Names and the order of rows are as there.
+gradient of its own heads for the key's channels that all heads share. Names and the order of rows are as in
+MLASelfAttention.
 
 Shapes: S sequence (of this context-parallel rank), s its slice under sequence parallelism, B batch, H heads of this
 rank, D = N + P channels of a query or key head, of which the last P are rotated, V of a value head, R of the latent of
@@ -134,7 +135,8 @@ class LatentSelfAttention(MegatronModule):
         return [of_query.weight, self.linear_kv_up_proj.weight]  # pyright: ignore[reportReturnType]
 
     def query_key_rows(self, factors: QueryKeyFactors) -> list[torch.Tensor]:
-        """Return what their rows are multiplied by. The channels of keys that are rotated belong to all heads."""
+        """Return the factors of the rows of each of `query_key_weights`. The rotated channels of keys are shared by all
+        heads, so that their weight is not scaled: a query's rotated channels get both factors."""
         described = self.described
         plain = described.head_size - described.position_size
         return [
@@ -144,8 +146,8 @@ class LatentSelfAttention(MegatronModule):
 
     def _projected(self, hidden_sBM: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return queries, [B, H, S, D], the latent of keys and values, [s, B, R], the channels of the key that all
-        heads share, [B, 1, S, P], and what the indexer, if there is one, makes of each token (`Index`). What is rotated
-        is rotated."""
+        heads share, [B, 1, S, P], and the indexer's queries, keys and weights, if there is an indexer (`Index`). RoPE,
+        if any, is applied to the last P channels of queries and to the shared channels of the key."""
         described, core, index = self.described, self.core_attention, ()
         if described.query_rank is None:
             query_SBM: torch.Tensor = self.linear_q_proj(hidden_sBM)[0]
@@ -157,7 +159,7 @@ class LatentSelfAttention(MegatronModule):
                 index = core.indexer(hidden_sBM, latent, table)
         kept_sBM = self.linear_kv_down_proj(hidden_sBM)
         latent_sBR, shared_SBP = kept_sBM.split((described.rank, described.position_size), dim=-1)
-        # The gradient of what all heads share is the sum over those of all ranks.
+        # The gradient of the channels that all heads share is the sum over all ranks' gradients.
         if self.config.sequence_parallel:
             shared_SBP = gather_from_sequence_parallel_region(shared_SBP.contiguous(), group=self.tp_group)
         elif self.tp_group.size() > 1:
@@ -192,11 +194,12 @@ class LatentSelfAttention(MegatronModule):
         index: list[torch.Tensor],
         inference: WholeSequences,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the same without gradients: in the last layer that of the positions that are read alone."""
+        """Return the output of `forward` in inference, without gradients; in the last layer only at the positions whose
+        logits are read."""
         core = self.core_attention
         attend = inference.attention(core, self.layer_number)
         latent_B1SR = latent_SBR.transpose(0, 1)[:, None]
-        # The indexer's keys lie behind what one key head of all queries is, which are 0 there.
+        # The indexer's keys lie after the channels of the one key head; queries are 0 in the indexer's channels.
         of_indexer = [index[1][:, None]] if index else []
         kept = torch.cat((latent_B1SR, shared_key_B1SP, *of_indexer), dim=-1)
         if inference.goes_on:
@@ -217,21 +220,21 @@ class LatentSelfAttention(MegatronModule):
         return self.linear_proj(inference.narrowed(context, self))
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what makes keys, [H, N, R], and values, [H, V, R], of a latent."""
+        """Return the weights of the up projection from a latent to keys, [H, N, R], and to values, [H, V, R]."""
         described = self.described
         plain, value = described.head_size - described.position_size, described.value_head_size
         up = self.linear_kv_up_proj.weight.unflatten(0, (-1, plain + value))
         return up[:, :plain], up[:, plain:]
 
     def _absorbed(self, query_BHSD: torch.Tensor) -> torch.Tensor:
-        """Return queries for latents, [B, H, S, R + P]: what makes keys of latents is part of them, so that one key
-        head serves all (the same, section 2.1.2)."""
+        """Return queries that attend to latents, [B, H, S, R + P]: they absorb the up projection of keys, so that one
+        key head serves all query heads (DeepSeek-V2, section 2.1.2)."""
         described = self.described
         plain, turned = query_BHSD.split((described.head_size - described.position_size, described.position_size), -1)
         return torch.cat((plain @ self._up()[0], turned), dim=-1)
 
     def _values(self, context_SBM: torch.Tensor) -> torch.Tensor:
-        """Return the context of this rank's heads, [S, B, H * V], from that in latents, [S, B, H * R]."""
+        """Return the context of this rank's heads, [S, B, H * V], from the context over latents, [S, B, H * R]."""
         context_SBH1R = context_SBM.unflatten(-1, (-1, 1, self.described.rank))
         return (context_SBH1R @ self._up()[1].transpose(-1, -2)).flatten(2)
 

@@ -1,7 +1,7 @@
 """Describes multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are
 projected from one small vector of each token, the latent, and so may be the queries; a few channels are rotated by the
-position, and all heads share those of the key. With --position-embedding-type none nothing is rotated, and the heads
-share them all the same.
+position, and all heads share the key's rotated channels. With --position-embedding-type none nothing is rotated, and
+the heads share these channels all the same.
 
 In training it is attention with as many key heads as query heads. With T tokens of a rank, H hidden, h heads of a rank,
 D = N + P and V channels of a key and of a value head, P of them rotated, R and Q channels of the latents of keys and
@@ -40,7 +40,8 @@ INDEXER_LOSS = Number("indexer_loss", "of microbatches", "nats", "indexer loss")
 
 @dataclass(frozen=True, kw_only=True)
 class Indexer:
-    """What chooses the keys that a query attends to (DeepSeek sparse attention, arXiv:2512.02556, section 2.1)."""
+    """Indexer that chooses the keys that a query attends to (DeepSeek sparse attention, arXiv:2512.02556, section
+    2.1)."""
 
     heads: int
     head_size: int
@@ -59,10 +60,10 @@ class Indexer:
     """Weight of its loss."""
 
     learns_from_chosen: bool
-    """Whether that is over the chosen keys, and not over all."""
+    """Whether the loss is over the chosen keys, and not over all."""
 
     warms_up: bool
-    """Whether attention is over all keys, as long as it only learns."""
+    """Whether attention is over all keys: the warm-up, in which the indexer learns and chooses nothing."""
 
     @property
     def query_size(self) -> int:
@@ -92,7 +93,8 @@ class Indexer:
 
     def held(self, share: Share, query_rank: int) -> float:
         """Return the bytes of the gradients of its queries, keys and weights, which the forward pass computes, of its
-        norm's input, mean and 1/deviation, of latents that ranks gather, and of the choice and what of it is seen."""
+        norm's input, mean and 1/deviation, of latents that ranks gather, and of the chosen keys with a flag for each,
+        whether the query sees it."""
         gradients = share.width * (self.query_size + self.head_size * share.context) + _FP32 * self.heads
         normalized = (share.width * self.head_size + 2 * _FP32) / share.divided
         gathered = share.width * query_rank if share.divided > 1 else 0
@@ -100,8 +102,8 @@ class Indexer:
         return share.tokens * (gradients + normalized + gathered + choice)
 
     def sent(self, share: Share, query_rank: int) -> Iterator[Exchange]:
-        """Yield what tensor-parallel ranks add up for the loss and gather for scores, and the keys that
-        context-parallel ranks gather."""
+        """Yield the exchanges of tensor-parallel ranks, which sum attention's distribution for the loss and gather
+        inputs of scores, and the keys that context-parallel ranks gather."""
         t, c = share.tensor, share.context
         if t > 1:
             target = 2 * (t - 1) / t * _FP32 * share.tokens * share.length
@@ -117,8 +119,8 @@ class Indexer:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Attention):
-    """Attention whose keys and values, and perhaps queries, come out of latents. Names and the order of rows are those
-    of megatron-core's MLASelfAttention, whose down projections every rank has whole, as with Transformer Engine."""
+    """Attention whose keys and values, and perhaps queries, come out of latents. Names and the order of rows are as in
+    megatron-core's MLASelfAttention, whose down projections every rank has whole, as with Transformer Engine."""
 
     builder = "megatron_ext.plugins.latent_attention.compute:mixer_spec"
 
@@ -141,10 +143,11 @@ class LatentAttention(Attention):
     """Channels of the latent of a token's keys and values."""
 
     position_size: int
-    """Channels of a head, its last, that are rotated, if any are; all heads share those of the key."""
+    """Number of the last channels of a head, which are rotated, if any are; all heads share these channels of the
+    key."""
 
     indexer: Indexer | None = None
-    """What chooses the keys that a query attends to; None: it attends to all."""
+    """Indexer that chooses the keys that a query attends to; None: it attends to all."""
 
     @property
     def blocks(self) -> int:
@@ -158,7 +161,8 @@ class LatentAttention(Attention):
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the attention scores: 1 / sqrt(channels of a head), times the factor of the rotary scaling
+        (`of_scores`), if any."""
         scaling = self.rotary.scaling if self.rotary is not None else None
         return self.head_size**-0.5 * (scaling.of_scores if scaling is not None else 1.0)
 
@@ -193,7 +197,7 @@ class LatentAttention(Attention):
             yield from self.indexer.parameters(place.inside("core_attention.indexer"), self.query_rank or hidden)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with each linear layer that ranks divide."""
+        """Yield the extra state that is saved with each linear layer that ranks divide."""
         queries = "linear_q_proj" if self.query_rank is None else "linear_q_up_proj"
         for name in ("linear_proj", queries, "linear_kv_up_proj"):
             yield State(f"{place.name}.{name}._extra_state", "extra")
@@ -214,8 +218,8 @@ class LatentAttention(Attention):
         ]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of queries, keys and values, of what they attended to, of that as the output projection's
-        input, and of the latents."""
+        """Return the bytes of queries, keys and values, of attention's result with its normalizer (or its weights), of
+        the output projection's input, and of the latents."""
         heads, exchanges = self.query_heads // share.tensor, {*share.config.layout.cp_comm_type}
         of_all = share.context if "all_gather" in exchanges else 1
         in_parts = self.window is not None or share.config.data.reset_attention_mask
@@ -244,11 +248,12 @@ class LatentAttention(Attention):
         }
 
     def _read(self, share: Share) -> int:
-        """Return the channels of what the column-parallel projections read."""
+        """Return the number of channels that the column-parallel projections read."""
         return self.rank + (self.query_rank or share.hidden)
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what tensor-parallel ranks exchange in place of the input, and what context-parallel ranks do."""
+        """Yield the exchanges of tensor-parallel ranks, which gather latents instead of the layer's input, and of
+        context-parallel ranks."""
         yield from super().sent(share)
         if self.indexer is not None:
             yield from self.indexer.sent(share, self.query_rank or share.hidden)
@@ -272,7 +277,7 @@ class LatentAttention(Attention):
         yield Exchange("tp", "reduce-scatter", 0.0, read, (0, 3), of_read, "mixer")
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what its flags cannot be."""
+        """Yield the problems of its flags."""
         model = config.model
         if model.softmax_scale is not None:
             yield (
@@ -319,7 +324,7 @@ class LatentAttention(Attention):
             yield from self._cannot_choose(config)
 
     def _cannot_choose(self, config: Config) -> Iterator[str]:
-        """Yield what flags cannot be where keys are chosen."""
+        """Yield the problems of flags next to an indexer that chooses keys."""
         model, exchanges = config.model, config.layout.cp_comm_type
         flags = flags_of(model, LatentAttentionFlags)
         asked = "--experimental-attention-variant dsa"
@@ -376,7 +381,7 @@ class LatentAttention(Attention):
         return flops if indexer is None else flops + 2 * indexer.query_size * super().mean_keys(length)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it."""
+        """Return the pieces that latent attention asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
             "Transformer Engine": "which was never run with latents here",
             "FP8": "which has no products for latents",
@@ -411,7 +416,8 @@ def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAt
 
 
 def _indexer_of(model: ModelConfig) -> Indexer | None:
-    """Return what chooses keys; None where nothing does, or its sizes are not given, which `cannot` says."""
+    """Return the indexer that chooses keys; None where queries attend to all keys, or where its sizes are not given,
+    which `cannot` refuses."""
     flags = flags_of(model, LatentAttentionFlags)
     sizes = flags.dsa_indexer_n_heads, flags.dsa_indexer_head_dim, flags.dsa_indexer_topk
     heads, head_size, topk = sizes

@@ -2,7 +2,7 @@
 scores all keys for each query, and latent attention is over the best of them.
 
 The indexer's inputs are detached: it learns from a loss of its own alone, the divergence of its distribution over keys
-from that of attention, summed over all heads. Names of parameters are those of megatron-core's DSAttention, whose
+from attention's distribution, summed over all heads. Names of parameters are as in megatron-core's DSAttention, whose
 kernels need a GPU. Scores are computed in fp32, and of equal ones the earlier key is taken, so that a query's choice
 follows from its scores alone, in every layout: all ranks that share a sample's heads compute the same scores, and
 context-parallel ranks gather the indexer's keys, which are small. Queries are taken some at a time: time grows as S T,
@@ -98,14 +98,15 @@ def best(scores_BQT: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class Bounds:
-    """Says which keys each query may choose from: those from `first` to `last`, both int64 [B or 1, S]."""
+    """Says which keys each query may choose from: the keys `first` to `last`, both int64 [B or 1, S]."""
 
     def __init__(self, first: torch.Tensor, last: torch.Tensor) -> None:
         self.first, self.last = first, last
 
     @classmethod
     def of_segments(cls, segments: Sequence[Segment], queries: int, keys: int, device: torch.device) -> "Bounds":
-        """Return those of rows of as many queries and keys, which the segments count through."""
+        """Return the bounds of rows of `queries` queries and `keys` keys each; segments number the keys of all rows one
+        after another."""
         first = torch.cat([torch.full((one.queries,), one.first_key) for one in segments]).view(-1, queries)
         ends = [one.first_key + one.keys for one in segments]
         last = torch.cat([torch.arange(end - one.queries, end) for one, end in zip(segments, ends, strict=True)])
@@ -114,7 +115,7 @@ class Bounds:
 
     @classmethod
     def of_rows(cls, length: int, begins_BS: torch.Tensor | None, device: torch.device) -> "Bounds":
-        """Return those of whole rows, or of the texts that begin in them."""
+        """Return the bounds of causal attention within whole rows, or within the documents that begin in them."""
         last = torch.arange(length, device=device)[None]
         return cls(torch.zeros_like(last) if begins_BS is None else document_starts(begins_BS.cpu()).to(device), last)
 
@@ -170,7 +171,8 @@ class SparseAttention(SDPAttention):
         documents: Documents | None = None,
         bounds: Bounds | None = None,
     ) -> torch.Tensor:
-        """Return the context, [S, B, H * V]. `bounds` are those of the queries, where nothing is trained."""
+        """Return the context, [S, B, H * V]. `bounds`: the keys that each query may choose from, given in inference
+        alone."""
         key, value, (of_query, of_key, weights) = key_BHSD, value_BHSV, index
         batch, queries, group = len(query_BHSD), query_BHSD.size(2), self.cp_group
         if group is not None and bounds is None:
@@ -207,7 +209,7 @@ class SparseAttention(SDPAttention):
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """Factor of the products of queries and keys."""
         assert self.softmax_scale is not None, "latent attention says its scale"
         return self.softmax_scale
 
@@ -222,8 +224,9 @@ class SparseAttention(SDPAttention):
         return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(2)
 
     def hides(self, index: Index, kept_BTC: torch.Tensor, unseen_B1ST: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what is added to the scores of the keys of the latest queries of each row: -infinity to those that
-        these do not choose. kept: the last channels are the indexer's keys, this pass's included."""
+        """Return a mask to add to the attention scores of each row's latest queries: 0 for keys that a query chooses,
+        -infinity for the others. kept: cached latents, whose last channels are the indexer's keys, this pass's
+        included."""
         if self.described.warms_up or kept_BTC.size(1) <= self.described.topk:
             return unseen_B1ST
         scores_BST = index_scores(index[0], kept_BTC[..., -self.described.head_size :], index[2])

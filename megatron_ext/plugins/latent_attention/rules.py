@@ -1,4 +1,4 @@
-"""What the flags of latent attention imply, and cannot be next to others."""
+"""Values that the flags of latent attention imply, and the rule for these flags next to others."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -33,8 +33,8 @@ from megatron_ext.plugins.mamba.describe import Mamba
 
 
 class Mamba2(GatedDeltaNet):
-    """Projects, convolves, applies the recurrence, gates, normalizes, and projects the result. Its arguments are those
-    of a gated delta rule."""
+    """Projects, convolves, applies the recurrence, gates, normalizes, and projects the result. It takes the arguments
+    of `GatedDeltaNet`."""
 
     divided = ("conv1d.weight", "dt_bias", "A_log", "conv1d.bias")
 
@@ -51,11 +51,11 @@ class Mamba2(GatedDeltaNet):
 
     @property
     def compute_span(self) -> Callable[..., tuple[torch.Tensor | None, torch.Tensor]]:
-        """What computes a span."""
+        """Function that computes a span, with the arguments of `_span`."""
         return _span
 
     def states_before(self, run: Any, tail: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Return the state before each of this rank's pieces. What a piece makes of a state is a factor and a sum."""
+        """Return the state before each of this rank's pieces. A piece maps a state to a factor times it plus a sum."""
         _, maps = run(tail, torch.cat((state, torch.ones_like(state[..., :1])), dim=-1), ())
         return states(maps, self.cp_group, torch.mul, 1)
 
@@ -73,7 +73,8 @@ def _span(
     conv_bias: torch.Tensor,
     *reading: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return what is read in a span, [P, S, B, G x R x P], if anything is, and the state after it."""
+    """Return the outputs of a span, [P, S, B, G x R x P], or None without parameters for them, and the state after
+    it."""
     groups, per_key, wide = mixed_PSBGM.size(3), described.per_key, state.dtype
     values = per_key * described.value_size
     mixed, gate, step = mixed_PSBGM.split((tail_PKBGX.size(-1), values, per_key), dim=-1)

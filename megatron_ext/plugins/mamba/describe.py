@@ -1,11 +1,12 @@
 """Describes Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): in the place of keys and values of all positions each head has
-a state of one size, which every position decays, reads, and adds to. Heads of a group share B and C, what is added with
-and read with: as value heads of a gated delta rule share a key head, of which it is all but the correction.
+a state of one size, which every position decays, reads, and adds to. Heads of a group share B, with which they add to
+the state, and C, with which they read it, as value heads of a gated delta rule share a key head; Mamba-2 is a gated
+delta rule without the correction.
 
-With g groups of a rank, R heads of each, N numbers of a state's channel and P channels of a head, a rank holds what
-`plugins/gated_delta/describe.py` says, with D = N, V = P, and g (2 N + 2 R P + R) channels of the projection.
-Context-parallel ranks send what their parts of a sample make of a state before it, one factor and a sum of a head:
-2 B g R N (P + 1) fp32 numbers.
+With g groups of a rank, R heads of each, N numbers of a state's channel and P channels of a head, a rank holds the
+tensors listed in `plugins/gated_delta/describe.py`, with D = N, V = P, and g (2 N + 2 R P + R) channels of the
+projection. Context-parallel ranks send the maps of the state of their parts of a sample, a factor and a sum for each
+head: 2 B g R N (P + 1) fp32 numbers.
 """
 
 from collections.abc import Iterator
@@ -66,10 +67,10 @@ class Mamba(GatedDelta):
             yield place.vector("out_norm.weight", self.context_size, "ones", tp_dim=0)
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what autograd keeps of one span, within a tenth: of each position convolved channels
-        three times, numbers of its heads, B and C with their decays, and x and what is read five times; between
-        positions of a chunk decays and products; of each chunk a state. Of two pieces products of B and C, and x, are
-        copied once more. What a piece makes of a state takes less."""
+        """Return the bytes that autograd keeps of one span, within a tenth: for each position, convolved channels three
+        times, numbers of its heads, B and C with their decays, and x and outputs five times; for pairs of positions of
+        a chunk, decays and products; for each chunk, a state. With two pieces, products of B and C, and x, are copied
+        once more. Computing a piece's map of the state takes less."""
         pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
         part = share.length // (share.context * pieces)
         groups, heads = self.key_heads // share.tensor, self.value_heads // share.tensor
@@ -80,17 +81,18 @@ class Mamba(GatedDelta):
         return _FP32 * pieces * samples * min(SPAN, part) * each
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what context-parallel ranks exchange."""
+        """Yield the exchanges of context-parallel ranks: maps of the state, and the convolution's last inputs, of each
+        piece."""
         yield from self.sent_over_pieces(share)
 
     def core_flops(self, length: int) -> float:
-        """Return the operations of one token, forward: of the state what adds to it and reads it, of a chunk half of
-        its square, which causality leaves, for the products of B and C and for the result."""
+        """Return the operations of one token, forward: adding to the state and reading it; and over half of a chunk's
+        square, which causality leaves, the products of B and C and the result."""
         of_states = 4 * self.context_size * self.key_size
         return of_states + min(CHUNK, length) * (self.key_heads * self.key_size + self.context_size)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it."""
+        """Return the piece that a Mamba-2 mixer asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
             "Transformer Engine": "which has no Mamba-2 layer here",
             "FP8": "which was never compared with another layout in Mamba-2 layers",
@@ -98,7 +100,7 @@ class Mamba(GatedDelta):
         return {"mamba": Asked(f"--hybrid-layer-pattern is {config.model.hybrid_layer_pattern}", lacked_by=lacked_by)}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what its flags cannot be."""
+        """Yield the problems of its flags."""
         model, flags = config.model, flags_of(config.model, MambaFlags)
         groups, ranks = self.key_heads, config.layout.tensor_model_parallel_size
         if not (model.hidden_size and self.value_size and groups and ranks):

@@ -1,4 +1,4 @@
-"""What the flags of Mamba-2 imply, and cannot be next to others."""
+"""Values that the flags of Mamba-2 imply, and the rule for these flags next to others."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -344,7 +344,7 @@ class PreparedData:
     flags: str = ""
     """Flags that train on them."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Key -> what is said of it; those that are not here mean what the table says."""
+    """Key -> reason to report for it; other keys have the meaning in the table."""
     became: Mapping[str, str] = field(default_factory=dict)
     """Key -> one of `translate.KINDS`, where it is not data."""
 

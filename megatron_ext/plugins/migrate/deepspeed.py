@@ -1,5 +1,4 @@
-"""Translates DeepSpeed's JSON configuration. Key names and meanings are those of DeepSpeed's configuration
-reference.
+"""Translates DeepSpeed's JSON configuration. Key names and meanings follow DeepSpeed's configuration reference.
 
 Its curriculum of sequence lengths becomes the lines of a file for --stages:
 
@@ -315,7 +314,8 @@ DEFAULT_ACCUMULATION = None
 
 
 _MOST_STAGES = 16
-"""Stages: each costs a checkpoint and the construction of the run, and lengths grow by 8 there."""
+"""Largest number of stages: each costs a checkpoint and the construction of the run, and DeepSpeed's lengths grow by 8
+at a time."""
 
 
 def nearest_stages(section: Mapping[str, Any]) -> str | None:

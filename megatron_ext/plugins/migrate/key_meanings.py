@@ -1,5 +1,5 @@
-"""Defines what one key of another program's configuration can mean here. The tables of this folder are made of
-these."""
+"""Defines the meanings that a key of another program's configuration can have here; the tables of this folder consist
+of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ class Default:
 
 @dataclass(frozen=True)
 class NoCounterpart:
-    """Says that nothing here does this, and why the training does not depend on it: speed, memory that the program
-    spares in its own way, or what is shown."""
+    """Says that no flag of ours does this, and why the training does not depend on it: it concerns speed, memory that
+    the program saves in its own way, or output."""
 
     reason: str
 
@@ -83,7 +83,8 @@ class Each:
 
 @dataclass(frozen=True)
 class Combined:
-    """Flags whose value follows from the value and that of another key: the first of `others` that the file has."""
+    """Flags whose value follows from the key's value and the value of another key: the first of `others` that the file
+    has."""
 
     template: str
     others: tuple[str, ...]

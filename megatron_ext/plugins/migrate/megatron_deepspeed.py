@@ -2,8 +2,9 @@
 
     typed = read(["--deepspeed", "--deepspeed_config", "ds_config.json", "--zero-stage", "1", ...])
 
-Meanings are those of Megatron-DeepSpeed's source. There DeepSpeed is given Megatron's own optimizer and schedule;
-clipping, loss scale and ZeRO's stage are those of its file. What only has another name is in `old_spellings.py`.
+Meanings follow Megatron-DeepSpeed's source. It gives DeepSpeed Megatron's own optimizer and schedule, but takes
+clipping, loss scale and ZeRO's stage from DeepSpeed's file. Flags that only have another name are in
+`old_spellings.py`.
 """
 
 import base64
@@ -27,7 +28,8 @@ from megatron_ext.untrusted.text import load_json
 
 
 def read(argv: Sequence[str]) -> Typed:
-    """Return what `config.parse.arguments.read` returns, with the words of such scripts in their meaning."""
+    """Return the flags as `config.parse.arguments.read` returns them, with Megatron-DeepSpeed's flags translated into
+    ours."""
     script = Script(argv)
     if any(flag in script for flag in _MARKS):
         _experts(script)
@@ -75,7 +77,7 @@ _ENGINES = {
     "--hysteresis": ("fp16.hysteresis", 2),
     "--min-loss-scale": ("fp16.min_loss_scale", 1),
 }
-"""Flags of what DeepSpeed does itself, by the keys of its file alone, with the defaults that these have."""
+"""Flags of settings that DeepSpeed reads from its own file alone -> the file's key, and its default."""
 
 _LENGTHS = "lengths that grow are --stages FILE here, with lines as `1000: {seq_length: 2048}`; give that instead"
 _TRAINS_OTHERWISE = {
@@ -83,7 +85,7 @@ _TRAINS_OTHERWISE = {
     "data_efficiency": _LENGTHS,
     "compression_training": "weights are not compressed while they train; leave it out",
 }
-"""Sections of the file that change what is trained where they are enabled, and what to do instead."""
+"""Sections of the file that change the training where they are enabled -> the fix to suggest."""
 
 _STAGES = (
     "it cuts samples of --seq-length short, and here a stage has other samples, of its own length; put {} into a file, "
@@ -121,7 +123,7 @@ def _engine(script: Script) -> object:
 
 
 def _content(named: str) -> dict[str, Any]:
-    """Return each value of the file, or of what is given itself in base64, as DeepSpeed allows, by its dotted key."""
+    """Return each value of the file, or of its content given in base64, as DeepSpeed allows, by its dotted key."""
     from megatron_ext.plugins.migrate import translate
 
     content = translate.read(named) if os.path.exists(named) else None
@@ -133,7 +135,8 @@ def _content(named: str) -> dict[str, Any]:
 
 
 def _effective(script: Script, content: dict[str, Any], stage: int | None) -> dict[str, Any]:
-    """Return what DeepSpeed uses of its file, with its defaults; "auto" is what the script says."""
+    """Return the entries of DeepSpeed's file that it uses, with its defaults; for "auto" the script's value is
+    taken."""
     auto = {name for name, value in content.items() if value == "auto"}
     content = {name: value for name, value in content.items() if name not in auto}
     for name in (*_TRAINS_OTHERWISE, *_IDLE):
@@ -202,7 +205,7 @@ def _give(script: Script, content: dict[str, Any]) -> None:
     """Give the flags that keys of DeepSpeed's file mean, and say what becomes of the others."""
     from megatron_ext.plugins.migrate.translate import translate
 
-    # What the script says and the file does not, but which the meaning of the file's keys depends on.
+    # Settings of the script, absent from the file, that the meaning of the file's keys depends on.
     content["fp16.enabled"] = "--fp16" in script
     if "--cpu-optimizer" in script or "--cpu-torch-adam" in script:
         content["zero_optimization.cpu_offload"] = True
@@ -259,16 +262,16 @@ def _other_words(script: Script) -> None:
 _OF_EXPERTS: tuple[str, ...] = ("--topk", "--expert-interval", "--mlp-type", "--moe-expert-parallel-size")
 _OF_EXPERTS += ("--moe-loss-coeff", "--disable-moe-token-dropping", "--create-moe-param-group")
 _MARKS = (*_OF_EXPERTS, "--deepspeed", "--no-pipeline-parallel", "--deepspeed-activation-checkpointing")
-"""Flags that only Megatron-DeepSpeed has, by which --num-experts is known to be meant as there."""
+"""Flags that only Megatron-DeepSpeed has; next to one of them, --num-experts has Megatron-DeepSpeed's meaning."""
 
 _OF_EXPERTS += ("--moe-train-capacity-factor", "--moe-eval-capacity-factor", "--moe-min-capacity", "--use-tutel")
 _OF_EXPERTS += ("--enable-expert-tensor-parallelism", "--disable-moe-top2-2nd-expert-sampling")
 
 
 def _experts(script: Script) -> None:
-    """Take --num-experts as meant there: 1 is a model without experts; every second layer has them; the gate's softmax
-    is over all experts in fp32, and with --topk 1 the expert's weight, else divided by the sum over a token's; experts
-    have a capacity."""
+    """Translate --num-experts from Megatron-DeepSpeed's meaning: 1 is a model without experts; every second layer has
+    them; the gate's softmax is over all experts in fp32, and with --topk 1 the expert's weight, else divided by the sum
+    over a token's; experts have a capacity."""
     given = {flag: script.take(flag) for flag in _OF_EXPERTS}
     numbers = script.take("--num-experts") or ["1"]
     if set(numbers) == {"1"}:

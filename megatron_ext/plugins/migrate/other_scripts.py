@@ -1,8 +1,8 @@
-"""Gives in our words what scripts of three programs say that are Megatron-LM's but for some flags of their own.
+"""Translates into our flags the scripts of three programs that take Megatron-LM's flags and some of their own.
 
-`read_mindspeed` is for MindSpeed-LLM, which runs on Ascend's processors; meanings are those of its source
-(features_manager/, core/transformer/moe/router.py, training/initialize.py). `read_mamba` is for Megatron-LM's
-pretrain_mamba.py, and `read_weighted_splits` for BigScience's data.
+`read_mindspeed` is for MindSpeed-LLM, which runs on Ascend's processors; meanings follow its source (features_manager/,
+core/transformer/moe/router.py, training/initialize.py). `read_mamba` is for Megatron-LM's pretrain_mamba.py, and
+`read_weighted_splits` for BigScience's data.
 """
 
 import re
@@ -116,7 +116,8 @@ def _experts(script: Script) -> None:
 
 
 def _leave_out_layers(script: Script) -> None:
-    """Take the layers that do nothing, by their numbers from 0: stages have the others, as they lie there."""
+    """Translate --noop-layers, the numbers from 0 of layers that do nothing: each pipeline stage keeps the other layers
+    that MindSpeed-LLM places on it."""
     named = (script.values("--noop-layers") or [""])[0].split(",")
     layers, stages = script.number("--num-layers") or 0, script.number("--pipeline-model-parallel-size") or 1
     in_chunk = script.number("--num-layers-per-virtual-pipeline-stage") or layers // stages
@@ -138,11 +139,12 @@ def _leave_out_layers(script: Script) -> None:
 
 
 _MAMBA_SPECS = tuple(f"megatron.core.models.{one}.{one}_layer_specs" for one in ("mamba", "hybrid"))
-"""Modules of megatron-core whose layers are those that the letters name."""
+"""Modules of megatron-core whose layers are the ones that the letters name."""
 
 
 def read_mamba(script: Script) -> None:
-    """Take the layer spec and the shares of kinds of layers, where a pattern is given, whose letters count there, too.
+    """Remove the layer spec and the ratios of kinds of layers where a pattern is given, whose letters decide in
+    Megatron-LM, too.
 
     Without a pattern they stay, to be refused by their names.
     """
@@ -180,7 +182,8 @@ def read_weighted_splits(script: Script) -> None:
 
 
 def _prefixes(groups: Sequence[str]) -> list[str]:
-    """Return weights and prefixes in turn. Raises ValueError where the words are others, or mean what is not here."""
+    """Return weights and prefixes in turn. Raises ValueError where the words have another form, or a meaning that we do
+    not support."""
     found = _GROUP.fullmatch(groups[0]) if len(groups) == 1 else None
     items = [item.split() for item in found[1].split(",")] if found else []
     if not items or any(len(item) != 3 for item in items):

@@ -6,7 +6,8 @@ from megatron_ext.config.parse.arguments import flag_groups
 
 
 class Script:
-    """The flags of a script, named with hyphens, and what is to be said of those taken out; the last mention counts."""
+    """The flags of a script, named with hyphens, and the problems and warnings of flags that were removed; of a
+    repeated flag the last mention counts."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.problems: list[str] = []
@@ -46,7 +47,7 @@ class Script:
         return number
 
     def give(self, *flags: Sequence[str]) -> None:
-        """Add flags in the place of those that are there, each with its values behind it."""
+        """Add flags, each with its values after it, and remove earlier occurrences of the same flags."""
         for flag, *values in flags:
             self.take(flag)
             self._groups.append((flag, values, [flag, *values]))

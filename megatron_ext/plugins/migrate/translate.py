@@ -59,7 +59,7 @@ class Key:
     flags: str = ""
     reason: str = ""
     fix: str = "change it in the file, or leave it out there and see to it yourself"
-    """What to do where it is refused."""
+    """Fix to suggest where the key is refused."""
 
 
 KINDS = {
@@ -79,7 +79,7 @@ _CONTAINED = {
     ("--optimizer-cpu-offload", "--torch-fsdp2-cpu-offload"): _WITH_THE_WEIGHTS,
     ("--optimizer-offload-fraction", "--torch-fsdp2-cpu-offload"): _WITH_THE_WEIGHTS,
 }
-"""What a flag does already next to another, and why."""
+"""Pairs of a flag and another one that already includes it -> why."""
 
 _UNSCALED = "FSDP2, which bf16 would have here, has no loss scaling, and fp16 needs it"
 _SHARDING = {flag_of(flag) for flag in FLAGS}
@@ -308,7 +308,8 @@ def _filled(name: str, value: Any, meaning: Flags | Launch) -> Key:
 
 
 def _of_all(name: str, value: Any, keys: list[Key]) -> Key:
-    """Return what became of a list, each value of which became one of the keys: the last of KINDS among them."""
+    """Return the translation of a list from the translations of its values: its kind is the last of KINDS among
+    theirs."""
     became = max((key.became for key in keys), key=list(KINDS).index)
     flags = " ".join(filter(None, (key.flags for key in keys)))
     if became != "refused" and flags:
@@ -359,8 +360,8 @@ def _shadow(key: Key, shadowed: Mapping[str, str], present: set[str]) -> Key:
 
 def _with_loss_scale(keys: list[Key], stages: int) -> list[Key]:
     """Return the keys with another scheme in the place of FSDP2 where the file asks for fp16, whose loss FSDP2 cannot
-    scale: that of Megatron-FSDP which divides the same, or the distributed optimizer where the optimizer is in host
-    memory, or the model in pipeline stages."""
+    scale: the Megatron-FSDP scheme that divides the same tensors, or the distributed optimizer where the optimizer is
+    in host memory, or the model in pipeline stages."""
     given = {flag for key in keys for flag in split_flags(key.flags)}
     if not {"--fp16", "--use-torch-fsdp2"} <= given:
         return keys

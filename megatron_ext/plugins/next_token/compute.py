@@ -30,7 +30,7 @@ class NextTokenLayer(MultiTokenPredictionLayer):
         rotary: torch.Tensor | None,
         sequences: Sequences | None,
     ) -> torch.Tensor:
-        """Return the depth's normalized hidden states, [S, B, H], from those of the depth before."""
+        """Return the depth's normalized hidden states, [S, B, H], from the hidden states of the depth before."""
 
         def states(hidden_SBH: torch.Tensor, embedded_SBH: torch.Tensor) -> torch.Tensor:
             return self._proj_and_transformer_layer(

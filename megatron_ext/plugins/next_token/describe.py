@@ -1,9 +1,10 @@
-"""Describes what a depth of multi-token prediction has besides its transformer layer (DeepSeek-V3, arXiv:2412.19437,
-section 2.2).
+"""Describes the modules that a depth of multi-token prediction has besides its transformer layer (DeepSeek-V3,
+arXiv:2412.19437, section 2.2).
 
 Depth k, from 1, takes the hidden states h of depth k - 1 (of depth 0: of the final norm) and the embedding of the token
-k positions ahead: h' = final_layernorm(layer(eh_proj [enorm(embedding); hnorm(h)])), of which the model's output layer
-makes the logits of the token after that one. The last pipeline stage has all depths, and word embeddings for them.
+k positions ahead: h' = final_layernorm(layer(eh_proj [enorm(embedding); hnorm(h)])), from which the model's output
+layer computes the logits of the token after that one. The last pipeline stage has all depths, and word embeddings for
+them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,12 +26,13 @@ def loss_of_depth(depth: int) -> Number:
 
 @dataclass(frozen=True)
 class NextToken(Depth):
-    """What stands around the transformer layer of one depth."""
+    """The modules around the transformer layer of one depth: three norms, and the projection of hidden states and
+    embedding."""
 
     builder = "megatron_ext.plugins.next_token.compute:next_token_spec"
 
     norm: Norm
-    """What each of its three norms is."""
+    """Kind of each of its three norms."""
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
         """Yield the norms of embedding, hidden states and output, and the projection; `place` is the layer's."""
@@ -40,7 +42,7 @@ class NextToken(Depth):
         yield place.matrix("eh_proj.weight", width, 2 * width, tp_dim=0)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with the projection."""
+        """Yield the extra state that is saved with the projection."""
         yield State(f"{self.name}.eh_proj._extra_state", "extra")
 
     def products(self, share: Share) -> list[Product]:
@@ -48,12 +50,13 @@ class NextToken(Depth):
         return [Product(share.tokens, share.hidden / share.tensor, 2 * share.hidden)]
 
     def held(self, share: Share) -> Mapping[str, float]:
-        """Return the bytes of both inputs side by side, and of what norms keep: hidden states are kept in any case."""
+        """Return the bytes of the projection's input, embedding and hidden states next to each other, and of the
+        tensors that the norms save; the hidden states themselves are kept in any case."""
         of_norms = 2 * self.norm.held(share) - (share.stream if self.norm.keeps_its_input(share) else 0.0)
         return {"next token": 2 * share.stream + of_norms}
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what tensor-parallel ranks send for the embedding, the projection and the output layer."""
+        """Yield the exchanges of tensor-parallel ranks for the embedding, the projection and the output layer."""
         t, layout = share.tensor, share.config.layout
         if t == 1:
             return
@@ -70,7 +73,7 @@ class NextToken(Depth):
         yield Exchange("tp", "reduce-scatter", 0.0, 4 * one, (0, 3), "m {layers} 4 (t-1)/t A", "mlp")
 
     def pieces(self, config: Config) -> Mapping[str, Asked]:
-        """Return that it asks for more tokens than the next."""
+        """Return the piece that multi-token prediction asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
             "FP8": "which was never compared with another layout in the depths of multi-token prediction",
             "several layers": "and a depth of multi-token prediction is one by itself",
@@ -83,7 +86,7 @@ class NextToken(Depth):
         yield loss_of_depth(self.depth)
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what several predicted tokens do not go with."""
+        """Yield the problems of flags that multi-token prediction cannot be combined with."""
         model, no_copy = config.model, "the last stage would need a copy of"
         flag = f"--mtp-num-layers {model.mtp_num_layers} with"
         if model.position_embedding_type == "learned_absolute":

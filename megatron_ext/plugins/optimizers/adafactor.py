@@ -1,7 +1,7 @@
 """Adafactor: a second moment that is kept as the means of its rows and of its columns.
 
 Source: Shazeer and Stern 2018, Adafactor (arXiv:1804.04235), Algorithm 4, as torch.optim.Adafactor has it, which takes
-every tensor for a whole one; here it may be a part of a matrix, or a stack of those of experts.
+every tensor for a whole one; here it may be a part of a matrix, or a stack of experts' matrices.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ class Adafactor(ByTensor):
         V = max(R C / max(mean(R), eps1), eps1^2);  U = G / root(V)
         W <- W - lr weight_decay W - min(lr, 1 / root(t)) max(eps2, rms(W)) U / max(1, rms(U) / d)
 
-    where eps1 is the precision of the numbers. Means and roots of mean squares are those of the whole matrix, whatever
-    ranks divide it.
+    where eps1 is the precision of the numbers. Means and roots of mean squares are taken over the whole matrix,
+    whatever ranks divide it.
 
     Args:
         params: matrices, or parameter groups with any of the settings below.

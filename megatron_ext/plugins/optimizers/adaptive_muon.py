@@ -1,7 +1,7 @@
 """AdaptiveMuon: Muon whose orthogonal updates are divided by the root of their second moment.
 
 Sources: Si et al. 2025, AdaMuon (arXiv:2507.11005); Li et al. 2025, NorMuon (arXiv:2510.05491); NAMO
-(arXiv:2602.17080). The arithmetic is that of the package emerging-optimizers 0.3.
+(arXiv:2602.17080). The arithmetic follows the package emerging-optimizers 0.3.
 """
 
 from dataclasses import replace
@@ -24,8 +24,8 @@ class AdaptiveMuon(Muon):
                  U = O / root(max(V, eps)), with the norm of O
         namo:    S = |G|^2, one number;                                U = O |D| / (root(V) + eps)
 
-    Rows and norms are those of the whole matrix, whatever ranks divide it. Queries, keys and values are made orthogonal
-    each by itself, as by Muon; second moment and scale are of their whole matrix, as in Megatron-LM.
+    Rows and norms are taken over the whole matrix, whatever ranks divide it. Queries, keys and values are made
+    orthogonal each by itself, as by Muon; second moment and scale are of their whole matrix, as in Megatron-LM.
 
     Args:
         params, settings: as Muon's.

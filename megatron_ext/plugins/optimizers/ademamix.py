@@ -24,7 +24,7 @@ class AdEMAMix(ByTensor):
     Args:
         params: tensors, or parameter groups with any of the settings below.
         lr: the learning rate.
-        betas: how the fast average, that of the squares, and the slow average decay.
+        betas: decay rates of the fast average, the average of squares, and the slow average.
         alpha: the slow average's share.
         warmup: updates in which alpha and beta3 reach their values, from 0 and beta1 on; 0: they have them at once.
         eps: added to the root of the average square.

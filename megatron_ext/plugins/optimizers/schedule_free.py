@@ -1,6 +1,6 @@
 """Schedule-free AdamW: gradients are taken between a sequence of steps and its average, which is what is evaluated.
 
-Source: Defazio et al. 2024, The Road Less Scheduled (arXiv:2405.15682), Algorithm 1. The arithmetic is that of
+Source: Defazio et al. 2024, The Road Less Scheduled (arXiv:2405.15682), Algorithm 1. The arithmetic follows
 AdamWScheduleFree in the authors' package schedulefree 1.4 with its defaults, which keeps the average only by way of the
 other two sequences.
 """

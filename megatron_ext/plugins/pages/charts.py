@@ -87,7 +87,7 @@ class _Axes:
     doublings: bool = False
     """Whether equal distances along x are equal ratios; all x are above 0 then."""
     ratios: bool = False
-    """The same for y."""
+    """Whether equal distances along y are equal ratios; all y are above 0 then."""
 
     @classmethod
     def around(cls, points: Sequence[Point], *, doublings: bool, ratios: bool = False) -> "_Axes":
@@ -184,19 +184,19 @@ def line_picture(name: str, unit: str, series: Sequence[Series], *, along: str, 
 
 
 def label(x: float | str, y: float, text: str, anchor: str) -> Markup:
-    """Return a text of a drawing, which ends at x, lies around it or begins there (anchor `end`, `middle`, `start`)."""
+    """Return a text of a drawing, which ends at x, is centred on x or begins at x (anchor `end`, `middle`, `start`)."""
     return element("text", text, x=x, y=f"{y:.1f}", text_anchor=anchor)
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What charts of the same run have in common beyond their lines."""
+    """Parts that the charts of a run have in common beyond their lines."""
 
     second: Callable[[float], str] | None = None
     """Text under a tick of the horizontal axis, such as the tokens that were read until then."""
     second_name: str = ""
     marks: Sequence[tuple[int, str]] = ()
-    """Where something changed, and what."""
+    """(position on the horizontal axis, what changed) of each mark."""
 
 
 def chart(
@@ -212,10 +212,10 @@ def chart(
     """Return one chart: a line for each series, with a key where there are several.
 
     Args:
-        along: what the horizontal axis counts, in the singular.
+        along: unit that the horizontal axis counts, in the singular.
         doublings: whether it counts in doublings, from 1 upwards, with a tick at each x that the data has.
         logarithmic: whether both axes are; points that are not above 0 are left out.
-        extras: what else is drawn.
+        extras: marks and a second labelling of the axis.
     """
     extras = extras or Extras()
     heading: list[Content] = [name, " ", element("span", f"{unit}{f' by {along}' if doublings else ''}")]
@@ -292,7 +292,7 @@ def bars_picture(title: str, unit: str, rows: Bars, limit: float) -> Markup:
         title: what the picture shows.
         unit: of the values.
         rows: the bars.
-        limit: where a line marks what there is room for.
+        limit: value that a line marks as the room available.
     """
     names, height, drawing = _bars(unit, rows, limit, left=170, width=760)
     key = [(f"\u25a0 {name}", f"part{n}") for n, name in enumerate(names)]
@@ -300,7 +300,7 @@ def bars_picture(title: str, unit: str, rows: Bars, limit: float) -> Markup:
 
 
 def bars_chart(title: str, unit: str, rows: Bars, limit: float | None = None) -> Markup:
-    """Return the bars as a part of a page, which has BARS_STYLE; the arguments are those of `bars_picture`."""
+    """Return the bars as a part of a page, which has BARS_STYLE; the arguments are as in `bars_picture`."""
     names, height, drawing = _bars(unit, rows, limit, left=28, width=_WIDTH)
     key = [[" ", element("span", f"\u25a0\u00a0{name}", class_=f"key part{n}")] for n, name in enumerate(names)]
     heading = [title, " ", element("span", unit), key if len(names) > 1 else ""]
@@ -415,11 +415,11 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def load_picture(name: str, rows: Sequence[tuple[str, Sequence[int]]], along: str) -> Markup:
-    """Return a picture with a line of cells for each row, coloured by how many times the row's mean a cell has.
+    """Return a picture with a line of cells for each row, coloured by the cell's count divided by the row's mean.
 
     Args:
         rows: name and counts of each.
-        along: what a cell is, in the singular.
+        along: name of a cell, in the singular.
     """
     height, most = 14.0, max(len(counts) for _, counts in rows)
     marks: list[Content] = []

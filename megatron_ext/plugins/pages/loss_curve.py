@@ -123,7 +123,7 @@ def loss_chart(history: RunHistory, width: int = 72, height: int = 16) -> str:
 
 
 def summary(history: RunHistory) -> list[str]:
-    """Return what came of the run, in a few lines."""
+    """Return a summary of the run's losses and speed, in a few lines."""
     lines = []
     train, validation = history.points("lm_loss"), history.validation_points
     if train:

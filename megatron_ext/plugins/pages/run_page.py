@@ -230,7 +230,7 @@ def _task_curves(history: RunHistory) -> list[tuple[str, str, list[Point]]]:
 
 
 def _samples(history: RunHistory) -> Content:
-    """Return what the model made of each prompt at the first, middle and last time, as it is written."""
+    """Return the text that the model generated for each prompt at the first, middle and last time, unformatted."""
     rows = history.samples
     if not rows:
         return ""

@@ -4,11 +4,11 @@ The correction is one number for every time. What it stands for (versions of lib
 are fused or not) is much the same for other layouts of the same program on the same machine; docs/planner.md shows how
 far that carries.
 
-A run also differs from its estimate by what is its own and no other layout's. Of the logarithm r of measured over
-estimated time so much is believed as programs differ from each other, and not runs of one program: r t^2 / (t^2 + s^2),
-with the standard deviations t and s of cost/hardware.py. That is the mean of what is known after the run where both
-are normal. Where r is larger than the two explain, t is what explains it (t^2 = r^2 - s^2, empirical Bayes), so that a
-machine of half the speed is believed to be one.
+A run also differs from its estimate for reasons of its own, which no other layout shares. Of the logarithm r of
+measured over estimated time, only the share that comes from differences between programs is believed, not the share
+from differences between runs of one program: r t^2 / (t^2 + s^2), with the standard deviations t (programs) and s
+(runs) of cost/hardware.py. This is the posterior mean where both are normal. Where r is larger than the two explain, t
+is chosen to explain it (t^2 = r^2 - s^2, empirical Bayes), so that a machine of half the speed is believed to be one.
 """
 
 import math
@@ -32,7 +32,7 @@ _MOST_WARM_UP = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """What a metrics file says of a run's speed."""
+    """A run's speed, as its metrics file records it."""
 
     seconds: float
     """Median seconds of a step, without the first ones."""
@@ -66,7 +66,8 @@ def read_metrics(path: Path) -> Measured:
 
 
 def corrected(machine: Machine, values: Mapping[str, Any], facts: Facts, measured: Measured) -> Machine:
-    """Return the machine whose estimates are corrected by what is to be believed of the measured run.
+    """Return the machine with a correction of its estimates: the believed share of the measured run's deviation (see
+    the head of this file).
 
     Args:
         values: the measured run's values of flags, by field name.

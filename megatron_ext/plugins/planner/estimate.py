@@ -2,13 +2,14 @@
 measurement.
 
     compute     matrix products, attention, by their sizes (cost/kernel_times.py), and on CPU ranks the program's calls
-    memory      what is no matrix product: activations are written once and read twice, gradients of weights added up
+    memory      everything but matrix products: activations are written once and read twice, gradients of weights are
+                added up
     tp, cp, ep  traffic inside of layers that the program does not overlap with computation: of tensor parallelism's the
                 backward pass hides the gathering for, and the summing next to, weight gradients (megatron-core's
                 column-parallel layers); a ring of context parallelism hides behind attention; routing does not hide
     pp          sends between stages
-    bubble      what the busiest stage waits, from the simulated schedule
-    dp          what of the data-parallel traffic is not hidden: with --overlap-grad-reduce the reduction has the
+    bubble      waiting time of the busiest stage, from the simulated schedule
+    dp          data-parallel traffic that computation does not hide: with --overlap-grad-reduce the reduction has the
                 backward pass of one microbatch to hide behind, with --overlap-param-gather the gathering one forward
                 pass; FSDP2's has all of them
     optimizer   reading and writing its state, and on CPU ranks the calls of a step
@@ -84,7 +85,8 @@ _PARTS = tuple(part.name for part in fields(StepTime) if part.name not in _BESID
 
 @dataclass(frozen=True)
 class _OfModel:
-    """Seconds of one stage for one microbatch: what is the same however data-parallel ranks share their state."""
+    """Seconds of one stage for one microbatch, as far as they do not depend on how data-parallel ranks share their
+    state."""
 
     compute: list[tuple[float, float]]
     """Seconds of forward and backward pass, by chunk."""
@@ -102,7 +104,7 @@ class _OfModel:
 
     @functools.cached_property
     def passes(self) -> tuple[list[float], list[float]]:
-        """Return seconds of forward and backward pass by chunk, with what is sent in them."""
+        """Return seconds of forward and backward pass by chunk, with the traffic in them."""
         each = sum(self.links.values()) / len(self.compute)
         # Of a layer's traffic a backward pass sends at least as much as a forward pass.
         forward = [compute[0] + memory[0] + each / 2 for compute, memory in zip(self.compute, self.memory, strict=True)]
@@ -191,8 +193,8 @@ def _in_turn(times: Times, share: float, mean: float) -> Times:
 
 
 def at_least(work: Workload, machine: Machine) -> float:
-    """Return seconds below which no estimate of this workload is: products, attention and what is bound by the memory,
-    shared evenly by all stages, and the bubble of that."""
+    """Return a lower bound in seconds of all estimates of this workload: matrix products, attention and operations
+    bound by memory bandwidth, shared evenly by all stages, and their bubble."""
     layout = work.config.layout
     kernels = work.kernels(machine, fsdp=_divides_weights(work))
     of_all = work.once_for_portion(("all", id(kernels)), lambda: _Estimate(work, machine).of_a_microbatch())
@@ -205,8 +207,8 @@ def at_least(work: Workload, machine: Machine) -> float:
 
 
 def formula_at_least(work: Workload, machine: Machine) -> float:
-    """Return seconds below which no estimate by the bubble's formula is: the first stage's passes, with what is sent in
-    them. This is closer than `at_least`, and dearer to ask."""
+    """Return a lower bound in seconds of estimates by the bubble's formula: the first stage's passes, with the traffic
+    in them. This bound is closer than `at_least`, and takes longer to compute."""
     if machine.processes_share(work.config.layout.world_size) < 1.0:
         return at_least(work, machine)
     forward, backward = _Estimate(work, machine).model(0).passes
@@ -227,7 +229,7 @@ def _waiting(work: Workload, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one microbatch by stage and chunk, with what is sent in a pass."""
+    """Seconds of one microbatch by stage and chunk, with the traffic in a pass."""
 
     forward: list[list[float]]
     backward: list[list[float]]
@@ -251,7 +253,7 @@ def pass_times(config: Config, shapes: Shapes, machine: Machine) -> PassTimes:
 
 
 class _Estimate:
-    """What all stages of one configuration share."""
+    """Estimates the seconds of the stages of one configuration, which share the values below."""
 
     def __init__(self, work: Workload, machine: Machine):
         self.work, self.machine = work, machine
@@ -261,7 +263,7 @@ class _Estimate:
         self.fsdp = _divides_weights(work)
         self.kernels = work.kernels(machine, fsdp=self.fsdp)
         self.bandwidth = self.kernels.bandwidth / self.constants.activations
-        """Bytes a second of what is bound by the memory."""
+        """Bytes a second of operations that are bound by memory bandwidth."""
 
     def stage(self, stage: int) -> _Stage:
         """Return the seconds of a stage."""
@@ -271,7 +273,7 @@ class _Estimate:
         return _Stage(model, data, self._optimizer(stage), sent_bytes)
 
     def model(self, stage: int) -> _OfModel:
-        """Return what of them is the same for all shardings whose kernels are the same."""
+        """Return the part of a stage's seconds that is the same for all sharding schemes with the same kernels."""
         return self.work.once(("seconds", id(self.kernels), stage), lambda: self._of_model(stage))
 
     def _of_model(self, stage: int) -> _OfModel:
@@ -342,8 +344,8 @@ class _Estimate:
         return 1 / (1 + adds + repeats)
 
     def of_a_microbatch(self) -> float:
-        """Return the seconds of all layers and the output layer, in products, attention and what is bound by the
-        memory."""
+        """Return the seconds of all layers and the output layer, in matrix products, attention, and operations bound by
+        memory bandwidth."""
         whole, formulas = self.shapes.whole, self.formulas
         kept = formulas.total(whole)
         moved = 3 * kept
@@ -367,7 +369,8 @@ class _Estimate:
         return with_calls((forward, backward), self.kernels.calls_of_a_pass)
 
     def layers(self, stack: Stack) -> _Passes:
-        """Return the same of some layers alone, with what recomputation repeats of them."""
+        """Return the seconds of matrix products and attention of these layers alone, forward and backward;
+        recomputation's repeated forward passes count as backward."""
         kernels = self.kernels
         forward = stack.total(lambda kind: sum(ahead for ahead, _ in kernels.layer(kind)))
         backward = stack.total(lambda kind: sum(back for _, back in kernels.layer(kind)))
@@ -380,7 +383,7 @@ class _Estimate:
         """Return the seconds of everything that is bound by the memory: norms, activations, additions."""
         kept = self.formulas.total(layers)
         kept_bytes = self.formulas.chunk(layers, first=first, last=last)
-        # What is computed anew is written and read once more.
+        # Recomputed activations are written and read once more.
         again = 2 * max(kept - kept_bytes.layers, 0.0)
         # The logits' few operations are long reads and writes.
         logits = (kept_bytes.loss + kept_bytes.logits) / self.kernels.stream
@@ -393,7 +396,8 @@ class _Estimate:
         return seconds(Term("pp", "send", self.formulas.stream, ""), self.config.layout, self.machine)
 
     def data_parallel(self, stage: _Stage, forward: float, backward: float) -> tuple[float, float]:
-        """Return the seconds of data-parallel traffic that no computation hides, and of that which it hides."""
+        """Return the seconds of data-parallel traffic that no computation hides, and the seconds that computation
+        hides."""
         layout = self.config.layout
         gathers = sum(time for term, time in stage.data if term.collective == "all-gather")
         sums = sum(time for _, time in stage.data) - gathers

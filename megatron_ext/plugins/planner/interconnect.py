@@ -1,10 +1,11 @@
 """Computes how fast a group of ranks exchanges data, from where its ranks are: inside a node, or in several.
 
-Neighbouring ranks are in one node (config/derived/rank_order.py). A group of `size` ranks, `stride` apart,
-spans size x stride ranks. Beyond a node, its ranks there use their node's network adapters together, one adapter a
-device: collectives run in several rings, each of which crosses the border of nodes at another rank, so that k ranks in
-a node give them k adapters. Context parallelism's ring of sends is a single one: at each border one rank sends, through
-one adapter, and the others wait for it. An all-to-all and a pipeline's sends have their own adapter each.
+Neighbouring ranks are in one node (config/derived/rank_order.py). A group of `size` ranks, `stride` apart, spans size x
+stride ranks. Where a group spans several nodes, its ranks of a node use that node's network adapters together, one
+adapter a device: collectives run in several rings, each of which crosses the border of nodes at another rank, so that k
+ranks in a node give them k adapters. Context parallelism's ring of sends is a single one: at each border one rank
+sends, through one adapter, and the others wait for it. An all-to-all and a pipeline's sends have their own adapter
+each.
 
 To the bytes over the bandwidth each collective adds the latency of its hops: a ring's (n-1), a sum's over a tree in
 both directions, a send's and an all-to-all's one.

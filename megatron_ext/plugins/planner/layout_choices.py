@@ -1,4 +1,4 @@
-"""Lists what a plan may choose, as values of flags: every combination is then put before the program's own rules."""
+"""Lists the choices of a plan, as values of flags: every combination is then put before the program's own rules."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ Choice = dict[str, Any]
 SHARDINGS: dict[str, Choice] = {
     scheme.title: {**scheme.values, **dict.fromkeys(scheme.overlaps, True)} for scheme in SCHEMES if scheme.title
 }
-"""What data-parallel ranks divide, the simplest first."""
+"""Flags of each sharding scheme (what data-parallel ranks divide) by its title, simplest first."""
 
 BETTER = {"DDP": "ZeRO-1", "ZeRO-3": "FSDP2"}
 """Pairs of schemes: where the second is legal, the first is not looked at, since it needs more and sends no less."""
@@ -83,7 +83,7 @@ def micro_batches(values: Mapping[str, Any], samples: int) -> list[int]:
 
 
 def flags(choice: Choice) -> list[str]:
-    """Return the words of a command line, without what is the default anyway."""
+    """Return the words of a command line, without values that are the default anyway."""
     words = []
     for name, value in choice.items():
         option = options_by_name()[name]
@@ -109,7 +109,7 @@ def _sequence_parallel(values: Mapping[str, Any], tensor: int) -> Choice:
 
 
 def _context_sizes(length: int, ranks: int) -> list[int]:
-    """Return the sizes that leave a rank 1,024 positions or more: below, what is sent outweighs what is computed."""
+    """Return the sizes that leave a rank 1,024 positions or more: with fewer, sending takes longer than computing."""
     return [size for size in divisors(ranks) if size == 1 or length // size >= 1024]
 
 
@@ -123,9 +123,9 @@ _SPLITS = (
 
 
 def _splits(values: Mapping[str, Any], layers: int, stages: int) -> list[tuple[Choice, int]]:
-    """Return how stages may divide the layers, and what of them is divided evenly: the layers alone; with embedding and
-    loss, or the loss alone, counted as a layer each; or all stages but the last, which has fewer layers and the
-    loss."""
+    """Return the ways in which stages may divide the layers, each with the number of units to divide evenly: the layers
+    alone; with embedding and loss, or the loss alone, counted as a layer each; or all stages but the last, which has
+    fewer layers and the loss."""
     if stages == 1 or any(values.get(name) for name in _SPLITS):
         return [({}, layers)]
     both = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -160,7 +160,7 @@ def _experts(values: Mapping[str, Any], ranks: int) -> list[Choice]:
         return [{}]
     sizes = [size for size in divisors(experts) if ranks % size == 0]
     rest: Choice = {"expert_tensor_parallel_size": 1}
-    # Gathering all tokens sends (E - 1) parts where exchanging those of k experts sends twice k (E - 1)/E.
+    # Gathering all tokens sends (E - 1) parts where exchanging the tokens of k experts sends twice k (E - 1)/E.
     few = 2 * (values.get("moe_router_topk") or 1)
     return [
         _without(

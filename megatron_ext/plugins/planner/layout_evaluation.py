@@ -76,7 +76,8 @@ class Evaluation:
 
 
 def evaluate(question: Question) -> Evaluation | list[str]:
-    """Return the evaluation of the layout in the question's values, or what the program's rules have against it."""
+    """Return the evaluation of the layout in the question's values, or the problems that the program's rules find in
+    it."""
     config = resolved(question, {})
     return problems(config, question.facts) or evaluate_config(config, question.machine, question.usable_bytes)
 
@@ -89,7 +90,7 @@ def evaluate_config(config: Config, machine: Machine, usable: float) -> Evaluati
 
 
 def as_candidate(result: Evaluation) -> Candidate:
-    """Return the layout as if a search had found it, for what is said of those."""
+    """Return the layout as if a search had found it, for the functions that report on candidates."""
     worst = result.worst_stage
     work = Workload(result.config, Shapes(result.config), fused=result.machine.devices.is_gpu)
     return Candidate({}, result.config, "as given", "as given", worst, result.stages[worst], work, result.time)
@@ -129,7 +130,7 @@ def as_json(result: Evaluation) -> dict[str, Any]:
 
 
 def refusal_as_json(world_size: int, machine: Machine, reasons: list[str]) -> dict[str, Any]:
-    """Return the same of a layout that the rules refuse: no numbers, but the reasons."""
+    """Return keys of `as_json` for a layout that the rules refuse: no numbers, but the reasons."""
     unknown = dict.fromkeys(
         ("step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second", "mfu", "memory_bytes")
     )

@@ -29,7 +29,7 @@ _PARTS = {
 
 
 def head(question: Question, config_of: Candidate) -> list[str]:
-    """Return what was asked, and what kind of numbers follow."""
+    """Return lines on the question (devices, model, batch), and on the kind of numbers that follow."""
     devices, config = question.machine.devices, config_of.config
     true_size = replace(config.model, padded_vocab_size=config.data.vocab_size)
     return [
@@ -44,7 +44,7 @@ def head(question: Question, config_of: Candidate) -> list[str]:
 
 
 def correction(machine: Machine) -> str:
-    """Return what a run of the user's own changed, in parentheses; nothing without one."""
+    """Return the correction of the estimates by a measured run (--calibrate), in parentheses; empty without one."""
     if machine.correction is None:
         return ""
     ratio = machine.measured_ratio
@@ -121,7 +121,7 @@ def name(candidate: Candidate) -> str:
 
 
 def speed(candidate: Candidate, machine: Machine) -> str:
-    """Return how fast the first layout is, and what it keeps in host memory."""
+    """Return a sentence on the first layout's speed, and on the state that it keeps in host memory."""
     config = candidate.config
     tokens = config.training.global_batch_size * config.model.seq_length / candidate.seconds
     each, share = tokens / config.layout.world_size, _share_of_peak(candidate, machine)
@@ -143,7 +143,8 @@ def on_host(config: Config, machine: Machine) -> str:
 
 
 def why(best: Sequence[Candidate], question: Question) -> str:
-    """Return what fills the memory of the first, where its time goes, and what the second loses."""
+    """Return a sentence on the largest part of the first layout's memory, where its time goes, and what the second
+    layout loses."""
     first = best[0]
     assert first.time is not None
     part = first.memory.largest
@@ -211,7 +212,7 @@ def as_page(question: Question, candidates: Sequence[Candidate], lines: Iterable
 
 
 def _seconds(candidate: Candidate) -> dict[str, float]:
-    """Return the seconds of a step by part, those of all communication as one."""
+    """Return the seconds of a step by part, with all communication added up as one part."""
     assert candidate.time is not None
     seconds = dict(candidate.time.parts)
     sent = sum(seconds.pop(axis) for axis in ("tp", "cp", "ep", "pp", "dp"))
@@ -224,7 +225,7 @@ def _plain_name(candidate: Candidate) -> str:
 
 
 def nothing_fits(answer: Answer, question: Question, ranks: int | None, offloads: Mapping[str, Candidate]) -> list[str]:
-    """Return what comes nearest, and what would make it fit.
+    """Return lines on the layout that comes nearest to fitting, and on changes that would make it fit.
 
     Args:
         ranks: number of ranks with which something fits; None where no number that was tried does.
@@ -260,7 +261,7 @@ def as_json(question: Question, answer: Answer, short: Sequence[Candidate]) -> d
     """Return everything that the report is made of.
 
     Args:
-        short: what is faster with 2-byte gradients.
+        short: layouts that are faster with 2-byte gradients.
     """
     return {
         "world_size": question.world_size,

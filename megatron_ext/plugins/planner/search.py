@@ -1,4 +1,5 @@
-"""Searches every combination that the program's own rules allow: what it needs, and which fit and are fastest."""
+"""Searches every combination that the program's own rules allow: computes the memory that each needs, and finds the
+ones that fit and are fastest."""
 
 import functools
 import math
@@ -43,7 +44,7 @@ class Question:
     """States what is to be planned."""
 
     values: Mapping[str, Any]
-    """What the user typed, by field name; what is not there may be chosen."""
+    """Values that the user typed, by field name; the search may choose the fields that are missing."""
 
     facts: Facts
     world_size: int
@@ -67,8 +68,8 @@ class Candidate:
     work: Workload
     time: StepTime | None = None
     simulated: bool = False
-    """Whether the time is that of the simulated pipeline; else one that the simulation does not undercut, or that of
-    the formula."""
+    """Whether the time comes from the simulated pipeline; else it is a lower bound of the simulated time, or the time
+    by the formula."""
 
     @property
     def seconds(self) -> float:
@@ -90,7 +91,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the search found."""
+    """The result of a search."""
 
     best: list[Candidate]
     """The layouts that fit in memory, fastest first."""
@@ -101,7 +102,7 @@ class Answer:
     """The layout that needs least memory; None where no layout is legal."""
 
     refusals: list[str]
-    """What the rules said to the simplest layout, where none is legal."""
+    """Problems that the rules find in the simplest layout, where no layout is legal."""
 
     contenders: list[Candidate] = field(default_factory=list)
     """The best and those next to them, which were only simulated where they could have been among the best."""
@@ -344,12 +345,12 @@ def _with_least_recomputation(
     and the place of its kind in the list.
 
     Args:
-        work: that of the choice, without recomputation but for what was given.
+        work: the workload of the choice, with no recomputation but what was given.
         least: place of the first kind to try, since those before did not fit with a smaller micro batch.
     """
     fitting = None
     places = range(least, len(recomputed.ways))
-    # What is kept anyway may be too much already: then the most that is legal.
+    # Where the state alone does not fit, whatever is recomputed: the most recomputation that is legal.
     hopeless = not state_fits(work, recomputed.usable)
     for index in reversed(places) if hopeless else places:
         config = recomputed.of(work.config, index)
@@ -366,7 +367,7 @@ def _with_least_recomputation(
 
 
 def _legal(question: Question, choice: Choice, rules: Sequence[Rule] = RULES) -> Config | Rule:
-    """Return what the choice resolves to, or one of the rules that it breaks."""
+    """Return the configuration that the choice resolves to, or one of the rules that it breaks."""
     config = resolved(question, choice)
     # Most that a search breaks are among the few first.
     first = broken_rule(config, question.facts, RULES_OF_MICRO_BATCHES)
@@ -374,7 +375,8 @@ def _legal(question: Question, choice: Choice, rules: Sequence[Rule] = RULES) ->
 
 
 def _of_micro_batch(question: Question, config: Config, micro: int) -> Config | Rule:
-    """Return the same for a choice that differs from that of a legal configuration in its micro batch alone."""
+    """Return the configuration, or a rule that it breaks, of a choice that differs from a legal configuration in its
+    micro batch alone."""
     config = replace(config, training=_changed(config.training, (("micro_batch_size", micro),)))
     return broken_rule(config, question.facts, RULES_OF_MICRO_BATCHES) or config
 
@@ -392,7 +394,7 @@ def _work(
 
 
 def resolved(question: Question, choice: Choice) -> Config:
-    """Return what the question's values and a choice resolve to."""
+    """Return the configuration that the question's values and a choice resolve to."""
     chosen = {name: value for name, value in choice.items() if value is not None}
     return resolve({**question.values, **chosen, "world_size": question.world_size}, question.facts)
 
@@ -403,7 +405,8 @@ def _candidate(choice: Choice, work: Workload, sharding: str, recomputation: str
 
 
 def _way(candidate: Candidate) -> tuple[object, ...]:
-    """Return what makes two layouts different ways to share the model; of each, the fastest is shown."""
+    """Return a key that is equal for layouts that share the model in the same way: sizes and sharding. Of each way, the
+    fastest layout is shown."""
     layout = candidate.config.layout
     sizes = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.pipeline_model_parallel_size
     return (*sizes, layout.expert_model_parallel_size, candidate.sharding)

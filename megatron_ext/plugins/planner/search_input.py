@@ -15,7 +15,7 @@ from megatron_ext.plugins.planner.search import Question
 def question(
     values: Mapping[str, Any], facts: Facts, world_size: int, machine: Machine, memory_share: float
 ) -> Question:
-    """Return what to search.
+    """Return the question for a search.
 
     Args:
         values: what the user typed, by field name.
@@ -33,7 +33,8 @@ def question(
 
 
 def placeholders(values: Mapping[str, Any]) -> Choice:
-    """Return what a run needs and a plan does not: values that the rules ask for, where the user gave none."""
+    """Return placeholders for values that a run needs and a plan does not: the rules ask for them, and the user gave
+    none."""
     added: Choice = {}
     if values.get("lr") is None:
         added["lr"] = 1e-4

@@ -1,6 +1,6 @@
-"""What limits a layout: its time with one part of the devices a tenth faster, or slower, than it is. What hangs on an
-assumption: whether another layout wins where the machine is a little faster or slower than taken to be; and which other
-batches and world sizes there are where few layouts are legal.
+"""Computes how sensitive a plan is. Limits of a layout: its time with one part of the devices a tenth faster, or
+slower, than it is. Assumptions that decide: whether another layout wins where the machine is a little faster or slower
+than assumed; and which other batches and world sizes there are where few layouts are legal.
 
 What 2-byte gradients would make possible: `--grad-reduce-in-bf16` halves their memory and their traffic, and sums
 them less exactly, so that the search never chooses it by itself.
@@ -128,7 +128,7 @@ def with_short_gradients(question: Question, answer: Answer) -> list[Candidate]:
     limit = answer.best[0].seconds / (1 + _LEAST_GAIN_OF_SHORT_GRADIENTS)
     short = {"grad_reduce_in_bf16": True}
     resolved = {**short, "accumulate_allreduce_grads_in_fp32": False}
-    # What host memory had to take before is part of the flags of the best.
+    # If the best layout keeps its optimizer in host memory, that flag is kept.
     moved = {name: True for name in ("optimizer_cpu_offload",) if answer.best[0].choice.get(name)}
     candidates = tried_again(question, answer.tight, resolved, limit, 3)
     return [replace(each, choice={**each.choice, **moved, **short}) for each in candidates]
@@ -148,14 +148,14 @@ _MORE_AND_LESS = (1.1, 0.9)
 
 @dataclass(frozen=True)
 class Limit:
-    """What one part of the devices gives or takes."""
+    """Effect on the step's time of one part of the devices, with 10% more and 10% less of it."""
 
     part: str
     faster: float
     """Change of the step's time with 10% more of it, as a share: below 0 where the step gets faster."""
 
     slower: float
-    """The same with 10% less."""
+    """Change of the step's time with 10% less of it, as a share."""
 
     winner_faster: int
     """Place in the list, from 0, of the layout that is fastest with 10% more; -1 for one that is not in the list."""
@@ -164,11 +164,11 @@ class Limit:
 
 
 def limits(question: Question, best: Sequence[Candidate], *, searched: bool = True) -> list[Limit]:
-    """Return what each part limits, the largest gain first.
+    """Return the effect of each part of the devices on the step's time, largest gain first.
 
     Args:
-        best: the layouts to compare, fastest first; the changes are those of the first one, but for the memory, with
-            which another search finds another layout.
+        best: the layouts to compare, fastest first; the changes are of the first layout's time; for memory, of the time
+            of the best layout that another search finds with more or less of it.
         searched: whether the layouts were chosen; more memory is of no use to one that was given.
     """
     rows, now = [], best[0].seconds

@@ -1,7 +1,7 @@
 """Simulates a pipeline: when every pass of every stage begins and ends, in the order of `schedule`.
 
-A pass begins when its stage is free and what it needs has arrived: the activations of the stage before, or the gradient
-of the stage after. Sends take `delay` and do not keep a stage from working.
+A pass begins when its stage is free and its input has arrived: the activations of the stage before, or the gradient of
+the stage after. Sends take `delay` and do not keep a stage from working.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Makes the timeline of a step that nobody has run yet: megatron-core's order, with the estimated times of the passes.
 
-Memory is that of `memory`: state at all times, activations of a microbatch between its forward and its backward pass,
-and what a pass needs while it runs. Collectives that a pass waits for are drawn at its end.
+Memory is estimated by `cost/memory.py`: state at all times, activations of a microbatch between its forward and its
+backward pass, and what a pass needs while it runs. Collectives that a pass waits for are drawn at its end.
 
-When every pass of a pipeline ends: the simulation that `simulate` does, with all of its passes.
+`simulate` computes when every pass of the pipeline ends.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Table = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What is drawn: numbers by stage and chunk."""
+    """Values to draw, by stage and chunk: seconds of passes and collectives, and memory needs by stage."""
 
     forward: Table
     backward: Table
@@ -134,7 +134,7 @@ def _lanes(drawn: _Drawn, schedule: Schedule, delay: float) -> list[Lane]:
 
 
 def _sent(drawn: _Drawn, stage: int, passes: Sequence[Pass]) -> tuple[Block, ...]:
-    """Return what each pass waits for collectives."""
+    """Return the time that each pass waits for collectives, as blocks at its end."""
     if drawn.sent is None:
         return ()
     sends = [(each.end, drawn.sent[0 if each.forward else 1][stage][each.chunk]) for each in passes]

@@ -48,7 +48,7 @@ MESSAGES = "messages"
 
 @dataclass(frozen=True)
 class Lane:
-    """What one stage does."""
+    """One stage's passes, communication and memory during the step."""
 
     name: str
     passes: tuple[Pass, ...]
@@ -62,7 +62,7 @@ class Lane:
 
     @property
     def worked(self) -> float:
-        """Seconds in passes, with what they communicate."""
+        """Seconds in passes, including their communication."""
         return sum(each.end - each.begin for each in self.passes)
 
     @property
@@ -98,7 +98,7 @@ class Timeline:
     """Unit of time: "s", or "" for the time of one forward pass."""
 
     notes: tuple[str, ...] = ()
-    """What the picture does not show, in whole sentences."""
+    """Facts that the picture does not show, in whole sentences."""
 
     @property
     def fill(self) -> float:
@@ -123,7 +123,8 @@ class Timeline:
 
 
 def summary(timeline: Timeline) -> list[str]:
-    """Return a table of the stages: how long they work and wait, and their memory; under it, what the shares are of."""
+    """Return a table of the stages: how long they work and wait, and their memory; under it, a line on the time that
+    the shares are of."""
     rows = [["", "forward", "backward", "works", "waits", "communicates", "memory"]]
     whole = timeline.passes_end or 1.0
     for lane in timeline.lanes:
@@ -174,7 +175,7 @@ _MEMORY_BAR = 24
 
 
 def as_text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> list[str]:
-    """Return the lines of the picture: the stages against time, what the marks mean, and a table of the stages.
+    """Return the lines of the picture: the stages against time, the meaning of the marks, and a table of the stages.
 
     Args:
         width: columns of the terminal.
@@ -258,7 +259,8 @@ def _legend(timeline: Timeline) -> list[str]:
 
 
 def _memory(timeline: Timeline) -> list[str]:
-    """Return a bar for the memory of each stage: its most against the most of all, and what is held all the time."""
+    """Return a bar for the memory of each stage: its peak against the peak of all stages, and the memory held all the
+    time."""
     most = timeline.most_memory
     if not most:
         return []

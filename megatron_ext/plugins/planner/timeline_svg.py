@@ -1,6 +1,6 @@
 """Draws a step of a pipeline as SVG, in the style of the run's page: stages against time, and each stage's memory.
 
-The drawing has no script; the text under the pointer says what a box is, from when to when.
+The drawing has no script; the text under the pointer names a box, with its begin and end.
 """
 
 import functools

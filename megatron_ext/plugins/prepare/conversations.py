@@ -1,9 +1,9 @@
 """Instruction data: records of the common formats become text, and the parts of it that are trained on.
 
-    alpaca      {"instruction": ..., "input": ..., "output": ...}; input may be missing or empty, "system" may be there
-    sharegpt    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}
-    messages    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
-    completion  {"prompt": ..., "completion": ...}, or {"text": ...}, all of which is trained on
+    alpaca      {"instruction": ..., "input": ..., "output": ...}; input may be missing or empty, "system" is optional
+    sharegpt    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]} messages
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]} completion  {"prompt": ...,
+    "completion": ...}, or {"text": ...}, all of which is trained on
 
 The first three go through a chat template. --json-keys names another column for `conversations`, `messages`, `text`.
 """

@@ -2,8 +2,8 @@
 
 A .jsonl file holds one JSON object a line, a .parquet or .arrow file one document a row, a .txt file one document, or
 several with a separator. The reading process only cuts the files into blocks of whole records; parsing happens where
-the block ends up (`RawDocument.texts`). A block knows the place where the next one begins, so that reading can go on
-from there.
+the block ends up (`RawDocument.texts`). A block knows where the next one begins, so that reading can go on from that
+place.
 """
 
 import json
@@ -88,7 +88,7 @@ class RawDocument(NamedTuple):
             raise DataError(f"{self.where}: not UTF-8 at byte {error.start}: {error.reason}") from error
 
     def _long_texts(self, payload: bytes | memoryview, keys: Sequence[str]) -> list[Text] | None:
-        """Return what `texts` does; None if the usual way has to judge the record."""
+        """Return the texts of `texts` for a long record; None if the usual way has to judge the record."""
         if self.is_json:
             fields = split_strings(payload)
             return None if fields is None else self._values(fields, keys)

@@ -54,7 +54,7 @@ class EncodedBlock:
 
 
 type MakeBlock = Callable[[Block], EncodedBlock]
-"""Encodes a block: `BlockEncoder`, or that of conversations."""
+"""Encodes a block: `BlockEncoder`, or `ConversationEncoder` for conversations."""
 
 
 class BlockEncoder:
@@ -207,8 +207,8 @@ def encode_in_processes(
 
     Args:
         workers: number of processes, where there are so many blocks.
-        encoder: the encoder of this process. It also takes blocks of over 8 MB, which are one long document: on its way
-            to a worker there would be four copies of it.
+        encoder: the encoder of this process. It also takes blocks of over 8 MB, which are one long document: sending it
+            to a worker would make four copies of it.
         start: makes the encoder of a worker that is not forked; can be pickled.
         locked: file descriptors that a forked worker must not keep open, because they hold a lock.
         blocks: the input.

@@ -68,7 +68,8 @@ class InputFile:
         return None if self.is_standard_input else Path(self.path).stat().st_size
 
     def state(self) -> list[str | int | None]:
-        """Return what tells that the file is still the one that a run began with: path, size and time of change."""
+        """Return the file's identity, by which a resumed run knows that the file has not changed: path, size and time
+        of change, or for a remote file its version."""
         if self.remote is not None:
             return [self.path, self.remote.size, self.remote.version]
         changed = None if self.is_standard_input else Path(self.path).stat().st_mtime_ns
@@ -116,7 +117,7 @@ def find_files(
 
 
 def _of_folder(folder: Path, extensions: tuple[str, ...], note: Callable[[str], None]) -> list[InputFile]:
-    """Return the files of a folder that are read, and say what is left out."""
+    """Return the files of a folder that are read, and note the files that are left out."""
     files: list[InputFile] = []
     left_out: Counter[str] = Counter()
     read_bytes = left_out_bytes = 0
@@ -247,7 +248,8 @@ class HashingReader(io.RawIOBase):
         return count
 
     def finish(self) -> str:
-        """Read what is left, behind the end of the compressed data for instance; returns the hash of the whole."""
+        """Read the rest of the file, after the end of the compressed data for instance; returns the hash of the
+        whole."""
         block = bytearray(1 << 20)
         while self.readinto(block):
             pass

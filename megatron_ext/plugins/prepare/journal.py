@@ -1,4 +1,4 @@
-"""Records how far an interrupted preprocessing run came, and what a finished one was made from.
+"""Records how far an interrupted preprocessing run came, and the inputs of a finished one.
 
 `<prefix>.partial.json` is replaced every few seconds, after the tokens that it speaks of are on the disk.
 `<prefix>_manifest.json` is written at the end; nothing in it depends on the machine, the time or the workers.
@@ -20,7 +20,7 @@ _LARGEST = 1 << 28  # bytes; it has some hundred for each input file
 
 @dataclass(frozen=True)
 class Progress:
-    """Totals so far. The bytes of text are those of the records, the bytes read those of the files."""
+    """Totals so far. `text_bytes` counts the text of the records, `bytes_read` the bytes of the files."""
 
     documents: int = 0
     skipped: int = 0
@@ -33,7 +33,7 @@ class Progress:
 
 @dataclass
 class Journal:
-    """Holds what a run needs to go on where an earlier one stopped."""
+    """Holds the state that a run needs to go on where an earlier one stopped."""
 
     job: dict[str, Any]  # all that decides the output
     position: ReadPosition = ReadPosition()  # noqa: RUF009 (frozen)
@@ -61,7 +61,7 @@ class Journal:
 
     @staticmethod
     def load(path: Path) -> "Journal | None":
-        """Return what `save` wrote; None if there is no such file or it is not readable."""
+        """Return the journal that `save` wrote; None if the file is missing or not readable."""
         try:
             fields = load_json(read_file(path, _LARGEST))
             return Journal(

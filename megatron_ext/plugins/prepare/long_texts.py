@@ -19,7 +19,7 @@ _PIECE = 1 << 20  # bytes of a long text that are decoded in one go
 # A string of JSON. Possessive, so that nothing is kept to go back to.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _CUT = re.compile(rb"[^\\]{12}(?=[A-Za-z0-9 .,])")  # no escape reaches over the end of this
-# What a long string is replaced by: a lone surrogate, which a text that can be encoded does not hold.
+# Replacement of a long string: a lone surrogate, which a text that can be encoded does not hold.
 _MARK = "\udc00"
 
 

@@ -81,7 +81,7 @@ def _read_arrow(
 
 
 def _arrow_batches(file: InputFile) -> Iterator[Any]:
-    """Yield the record batches; a local file is mapped, so that only what is looked at is read."""
+    """Yield the record batches; a local file is memory-mapped, so that only the parts in use are read."""
     pyarrow = import_for("pyarrow", "pyarrow", file.path)
     ipc = import_for("pyarrow.ipc", "pyarrow", file.path)
     row = 0

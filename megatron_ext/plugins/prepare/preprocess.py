@@ -1,8 +1,8 @@
 """Turns text files into .bin/.idx, one pair per JSON key, byte for byte what Megatron-LM's own tool writes.
 
-Workers turn blocks of records into token bytes; the parent writes them in input order, so that the files do not
-depend on the number of workers. Only a few blocks are in flight: memory does not grow with the corpus. Every few
-seconds the parent notes how far it is; a run that was killed goes on from there when it is started again.
+Workers turn blocks of records into token bytes; the parent writes them in input order, so that the files do not depend
+on the number of workers. Only a few blocks are in flight: memory does not grow with the corpus. Every few seconds the
+parent notes how far it is; a run that was killed goes on from that position when it is started again.
 
     encode_files(EncodeJob(inputs=("corpus.jsonl",), output_prefix="data/corpus", tokenizer_type="ByteTokenizer"))
     -> data/corpus_text_document.bin, data/corpus_text_document.idx, data/corpus_manifest.json
@@ -97,7 +97,7 @@ def encode_files(
     Args:
         job: what to do. If an earlier run of the same job was killed, this one goes on where that one stopped.
         report: called at the beginning and after each block.
-        note: called with what the user should know: which encoder runs, what was left out.
+        note: called with messages for the user: which encoder runs, and records that were left out.
 
     Raises:
         ConfigurationError: a flag cannot work.
@@ -163,7 +163,7 @@ class _Run:
             self._discard()
             raise
         except BaseException:
-            # What is noted can be used again, by the next run; what is not noted is lost in any case.
+            # The next run can use the tokens that the journal covers; the others are lost in any case.
             if self._journal_path.exists():
                 for writer in self._writers:
                     writer.close()
@@ -358,7 +358,7 @@ def _check_format(job: EncodeJob) -> None:
 
 
 def _format_identity(job: EncodeJob, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return what a mask depends on besides the tokens; nothing for text."""
+    """Return the settings, besides the tokens, that a loss mask depends on; empty for text."""
     if job.is_text:
         return {}
     form = conversation_format(job, tokenizer)

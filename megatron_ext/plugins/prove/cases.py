@@ -30,7 +30,7 @@ class Case:
     """Whether the case is left to docs/parity.md and to `bash tests/run.sh --all`."""
 
     slow_in_bf16: bool = False
-    """Whether the same holds for bf16 alone."""
+    """Whether the case in bf16 is left to docs/parity.md and to `bash tests/run.sh --all`, but not the case in fp32."""
 
 
 def _cases() -> list[Case]:

@@ -64,7 +64,7 @@ UNEVEN = {
 FSDP2 = "--use-torch-fsdp2"
 MEGATRON_FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 TWO_COPIES = "--num-distributed-optimizer-instances 2"
-# What data-parallel ranks divide among themselves.
+# Sharding schemes: what data-parallel ranks divide.
 SHARDED = {
     "FSDP2": (2, FSDP2),
     "FSDP2 on 4": (4, FSDP2),
@@ -175,7 +175,7 @@ QUICK = {
     "PP2 VPP2, Ett|t|t|L, groups of 4, tied",
 }
 
-# What an update divides: rows, columns, layers, and state in flat ranges or rows.
+# Layouts for each kind of division of an update: rows, columns, layers, and state in flat ranges or rows.
 UPDATES = ("TP2 SP", "PP2 VPP2", "DP2 distributed optimizer, overlap", "TP2 SP FSDP2", "ZeRO-3")
 QUICK_UPDATES = {"TP2 SP FSDP2"}
 

@@ -189,7 +189,7 @@ MODELS |= {
 
 # Gated delta rules in every other layer, whose value heads share key heads in twos; and as Qwen3-Next has them. What a
 # head reads is near zero where its query and key are nearly at right angles; the norm divides by that, and with an
-# epsilon of 1e-5 such tokens make the gradients of fp32 differ from those of fp64 by 1e-5 in one process.
+# epsilon of 1e-5 such tokens make fp32 gradients differ from fp64 gradients by 1e-5 in one process.
 _DELTA_SIZES = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 12 "
     "--linear-value-head-dim 10 --linear-num-key-heads 4 --linear-num-value-heads 8 --norm-epsilon 1e-3"

@@ -1,5 +1,5 @@
 """Lists the layouts in which kinds of parts are compared with one process: name -> (ranks, flags). The name ends with
-the model, a key of `compared_models.MODELS`, or is that of the layout alone."""
+the model, a key of `compared_models.MODELS`, or names the layout alone."""
 
 from megatron_ext.plugins.prove.compared_layouts import (
     ALLTOALL,

@@ -12,12 +12,12 @@ import types
 from typing import Any
 
 DISTANCE = 1e-9
-"""What two layouts in fp64 may be off, relative to the norm of a tensor, or absolutely in losses: the table of
+"""Tolerance between two layouts in fp64, relative to the norm of a tensor, or absolute for losses: the table of
 docs/parity.md reaches 2e-14."""
 
 UPDATE_DISTANCE = 1e-6
-"""The same for the last weights, relative to what updates have moved them: an optimizer that divides by the size of a
-gradient amplifies its rounding."""
+"""Tolerance for the last weights, relative to the distance that updates have moved them: an optimizer that divides by
+the size of a gradient amplifies its rounding."""
 
 
 def in_doubles() -> None:

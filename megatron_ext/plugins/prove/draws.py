@@ -5,9 +5,9 @@
     drawn.first, drawn.second       # layouts: the run begins in one, and is resumed in the other
 
 A draw is a function of the seed and its number. Kinds of parts draw themselves: `draw` of the describe.py of each kind
-of the core, and what plugins bring to the extension point `draws`. Optimizers are those of the registry. Whether a draw
-can work is decided by the program itself, `configure`, as before a launch; a refused draw is counted by its reason, and
-another is drawn in its place.
+of the core, and the functions that plugins add to the extension point `draws`. Optimizers come from the registry.
+Whether a draw can work is decided by the program itself, `configure`, as before a launch; a refused draw is counted by
+its reason, and another is drawn in its place.
 """
 
 import itertools
@@ -41,7 +41,7 @@ _TRIES = 200
 """Draws of one model, or of one layout, until one can work."""
 
 _TRIES_OF_KINDS = 40
-"""Draws of what stands around the same kinds of parts, until others are drawn."""
+"""Draws of the other flags next to the same kinds of parts, until other kinds are drawn."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def _experts(random: Random, ranks: int) -> list[str]:
 
 
 def _sharding(random: Random) -> list[str]:
-    """Return what data-parallel ranks divide, and when they exchange it: any of the schemes."""
+    """Return flags of what data-parallel ranks divide (any sharding scheme), and of when they exchange it."""
     scheme = random.choice((*SCHEMES[:2], *SCHEMES[:2], *SCHEMES))
     asked = " ".join(
         flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in scheme.values.items() if value
@@ -309,7 +309,8 @@ def _sharding(random: Random) -> list[str]:
 
 
 def _computation(random: Random, alone: Config) -> list[str]:
-    """Return what changes how, and not what, is computed."""
+    """Return flags that change how the results are computed, and not the results: recomputation, fusion and the
+    like."""
     each = random.choice((1, 1, 2))
     modules = random.sample(("core_attn", "mlp", "layernorm", "moe"), random.choice((1, 2, 3)))
     if alone.model.num_experts is None and "moe" in modules:

@@ -36,7 +36,7 @@ class Comparison:
     other: list[str]
     world_size: int
     changed: tuple[str, ...]
-    """What was changed for the comparison, in words."""
+    """Settings that were changed for the comparison, in words."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,8 @@ def prove(
 
 
 def relative(values: np.ndarray, reference: np.ndarray) -> float:
-    """Return the L2 norm of the difference over that of the reference; infinite where only the reference is zero."""
+    """Return the L2 norm of the difference over the L2 norm of the reference; infinite where only the reference is
+    zero."""
     distance = float(np.linalg.norm((values.astype(np.float64) - reference).ravel()))
     norm = float(np.linalg.norm(reference.ravel()))
     if norm == 0.0:

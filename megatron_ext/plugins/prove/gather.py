@@ -1,7 +1,7 @@
 """Gathers whole tensors by global parameter name, from the shards that the ranks of any layout hold.
 
-On the ranks, `weights(run)` and `gradients(run)` return this rank's shards; in the parent, `assemble` puts those of
-all ranks together, so that two layouts can be compared tensor by tensor.
+On the ranks, `weights(run)` and `gradients(run)` return this rank's shards; in the parent, `assemble` puts the shards
+of all ranks together, so that two layouts can be compared tensor by tensor.
 
 `Taps(run)` copies the outputs of the modules named below while the first step runs; in the parent, `assemble_outputs`
 puts the parts of all ranks together by global module name, in the order of a forward pass.
@@ -32,7 +32,7 @@ class Shard:
 
     name: str
     tp_rank: int
-    """Rank among those that share its matrices: for a routed expert, those of expert tensor parallelism."""
+    """Rank in the group that divides the tensor: tensor parallel, or expert tensor parallel for a routed expert."""
     values: np.ndarray
 
 
@@ -81,8 +81,8 @@ def assemble(
 
     Args:
         config: the configuration of the run, whose catalogue lists the tensors.
-        shards: those of all ranks.
-        lacks_some: whether the model may do without tensors of the catalogue, in whose layers others stand.
+        shards: the shards of all ranks.
+        lacks_some: whether tensors of the catalogue may be missing, because the layers have other ones instead.
     Returns:
         Whole tensors by name, in the order of a forward pass, without vocabulary padding, so that any two layouts
         have the same shapes; and what is wrong with them: a tensor that several ranks hold and disagree on (the

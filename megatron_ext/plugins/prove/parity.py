@@ -4,7 +4,7 @@
     case = CASES["TP2 SP, tied"]
     print(compare(experiment.reference(case.model), experiment.train(case)).problems())     # [] when they agree
 
-Recipe and tolerances are those of the project's promise of one loss curve, in fp32 with dropout 0.
+Recipe and tolerances are the ones in the project's promise of one loss curve, in fp32 with dropout 0.
 
 Writes a small corpus whose loss masks differ from sample to sample, for comparing runs on real .bin/.idx files.
 """
@@ -35,7 +35,7 @@ CURVE_TOLERANCE = 1e-5
 """Tolerance over all steps: losses in nats per token, gradient norms, and the validation loss after them."""
 
 BF16_FACTOR = 2.0
-"""How far a bf16 curve may be off, in units of one process's own distance between bf16 and fp32."""
+"""Tolerance of a bf16 curve, in units of one process's own distance between bf16 and fp32."""
 
 
 class Experiment:
@@ -95,7 +95,7 @@ class Differences:
         return not self.weights and not self.flaws and all(distance == 0.0 for distance in distances)
 
     def problems(self) -> list[str]:
-        """Return what is beyond the tolerances of fp32, in words; empty when the runs agree."""
+        """Return the differences beyond the tolerances of fp32, in words; empty when the runs agree."""
         texts = [f"initial weights differ: {name}" for name in self.weights]
         texts += self.flaws
         texts += [

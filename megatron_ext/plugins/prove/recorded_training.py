@@ -30,15 +30,15 @@ class RunRecord:
     gradients: dict[str, np.ndarray]
     """Gradients of the first step by global name, before clipping."""
     flaws: tuple[str, ...]
-    """What ranks should hold in common and do not, and vocabulary padding that is not zero: in the initial weights, the
-    first gradients and the final weights, by name."""
+    """Names of tensors on which ranks disagree although they hold copies, and of vocabulary padding that is not zero,
+    in the initial weights, the first gradients and the final weights."""
     final_weights: dict[str, np.ndarray] = field(default_factory=dict)
     """Weights after the last step, by global name."""
     numbers: list[dict[str, float]] = field(default_factory=list)
     """Auxiliary numbers of each step by name: tokens that counted, losses of routers, indexers and depths, the largest
     product of a query and a key."""
     outputs: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    """What the modules put out in the first step, where it was asked for: `activations.assemble_outputs`."""
+    """Outputs of the modules in the first step, if they were asked for (`gather.assemble_outputs`)."""
 
     @property
     def weight_hash(self) -> str:

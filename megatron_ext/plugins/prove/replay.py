@@ -18,7 +18,7 @@ from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.untrusted.untrusted_folder import file_inside
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-2}
-"""How far, relatively, a layout's rounding can be from one process, by the dtype of the weights."""
+"""Relative tolerance between a layout and one process, due to rounding, by the dtype of the weights."""
 
 _LEFT_OUT = ("layout", "checkpoint", "logging", "profiling")
 _CHECKS = ("verify_data", "num_workers", "spike_threshold", "eval_interval", "eval_at_start", "start_eval_at_iter")
@@ -61,14 +61,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay gave."""
+    """The result of a replay."""
 
     config: Config
     begun: int
     """Iteration of the checkpoint; 0 where it began from the seed."""
     steps: list[Step]
     notes: list[str]
-    """What may keep the numbers from being equal."""
+    """Reasons why the numbers may differ from the run's."""
 
 
 def replay(folder: Path, step: int, *, metrics: Path | None = None, device: str = "cpu") -> Replayed:
@@ -81,13 +81,13 @@ def replay(folder: Path, step: int, *, metrics: Path | None = None, device: str 
         device: cpu or cuda.
     Raises:
         ConfigurationError: there is no such run or step, or one process cannot take it.
-        DataError: data or checkpoint are not what they were.
+        DataError: data or checkpoint have changed since the run.
     """
     saved = saved_iterations(folder)
     if not saved or step < 1:
         raise ConfigurationError(f"{folder} holds no checkpoint of step {step} or before; give a --save folder")
     begun = max((iteration for iteration in saved if iteration < step), default=0)
-    # The flags that the step was taken with are those of the checkpoint after it.
+    # The checkpoint after the step has the flags that the step was taken with.
     values = _flags(folder, next((iteration for iteration in saved if iteration >= step), saved[-1]))
     if not begun and (values.get("load_hf") or values.get("finetune")):
         raise ConfigurationError(
@@ -117,7 +117,8 @@ def _flags(folder: Path, iteration: int) -> dict[str, Any]:
 
 
 def _alone(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that one process needs: not how ranks share the work, what is saved, logged and checked."""
+    """Return the values that one process needs: without the layout, and without the settings of saving, logging and
+    checks."""
     kept = {option.name for option in options() if option.group not in _LEFT_OUT and not option.saves_memory}
     needed = {name: value for name, value in values.items() if name in kept and name not in _CHECKS}
     return {

@@ -3,9 +3,9 @@
     trials = Trials(folder, data)
     trials.differences(draw)      # [] where the draw trains, resumes and exports as one process does
 
-Two steps are taken in the first layout, which saves; the second goes on from there, evaluates, and exports where a
-family of Hugging Face has the model's shape. Gathers are poisoned: what has not been gathered is NaN. A draw with a
-moment to kill at is trained by the program itself, killed, and started again.
+Two steps are taken in the first layout, which saves; the second layout resumes from that checkpoint, evaluates, and
+exports where a family of Hugging Face has the model's shape. Gathers are poisoned: weights that have not been gathered
+are NaN. A draw with a moment to kill at is trained by the program itself, killed, and started again.
 """
 
 import os
@@ -34,14 +34,15 @@ BEFORE, AFTER = 2, 2
 """Steps in the first layout, and in the second."""
 
 UPDATE_TOLERANCE = 1e-2
-"""What the last weights may be off, relative to all that the updates have moved them. Elements of which the first
-gradient is below SIGNIFICANT are left out: Adam divides it by its size, and makes rounding as large as an update."""
+"""Tolerance for the last weights, relative to the distance that the updates have moved them. Elements whose first
+gradient is below SIGNIFICANT are left out: Adam divides a gradient by its size, and makes rounding as large as an
+update."""
 
 SIGNIFICANT = 1e-3
 """Size of a gradient's element, relative to the root mean square of its tensor."""
 
 SHORT_FACTOR = 2 * BF16_FACTOR
-"""What BF16_FACTOR is for 20 steps, for the few numbers of a draw: the largest of five is less sure."""
+"""BF16_FACTOR, which is for 20 steps, widened for the few numbers of a draw: the largest of five is less sure."""
 
 TIMEOUT = 150.0
 """Seconds until the ranks of a run are taken for hanging."""
@@ -49,7 +50,7 @@ TIMEOUT = 150.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a draw came to."""
+    """The result of a draw."""
 
     problems: tuple[str, ...]
     """Differences from one process, in words; none where it agrees."""
@@ -174,12 +175,13 @@ class Trials:
         return [*self._data, *draw.flags]
 
     def _empty(self, name: str) -> Path:
-        """Return a folder that is not there yet."""
+        """Return the path of a folder that does not exist; an old one is deleted."""
         shutil.rmtree(self._folder / name, ignore_errors=True)
         return self._folder / name
 
     def _exported(self, saved: Path, run: RunRecord) -> tuple[bool, list[str]]:
-        """Export a checkpoint, and return whether there is a family for it, and what is not read back as it was."""
+        """Export a checkpoint, and return whether there is a family for it, and the problems of tensors that are not
+        read back as they were."""
         import torch
 
         from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
@@ -345,12 +347,12 @@ def _in_16_bits(draw: Draw) -> bool:
 
 
 def _may_be_rounding(problem: str) -> bool:
-    """Return whether rounding could be what is wrong."""
+    """Return whether rounding could explain the problem."""
     return " off (tolerance" in problem
 
 
 def _last_lines(error: RankError) -> str:
-    """Return what the rank that failed first said last."""
+    """Return the last lines of the traceback of the rank that failed first."""
     rank, text = error.tracebacks[0]
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return f"rank {rank} fails: {' | '.join(lines[-3:])}"[:600]

@@ -3,10 +3,10 @@
     u_t = B_t * x_t        y_t = C_t * sum_k weight_k * u_{t-K+1+k} (+ bias)        B, C, x = W_in h (+ bias)
     output = W_out y (+ bias)
 
-The convolution is that of a gated delta rule (`plugins/gated_delta/compute.py`): a sum over the latest K positions of
-the same document, in fp32. What lies between the projections is computed again in the backward pass, span by span.
-Context-parallel ranks gather the last K - 1 inputs of each of their two pieces of a sample; generation keeps those of
-each row.
+The convolution is the same as in a gated delta rule (`plugins/gated_delta/compute.py`): a sum over the latest K
+positions of the same document, in fp32. Everything between the projections is computed again in the backward pass, span
+by span. Context-parallel ranks gather the last K - 1 inputs of each of their two pieces of a sample; generation keeps
+the last K - 1 inputs of each row.
 
 Shapes: P pieces of S positions, B samples, C channels of this rank, K positions of the convolution.
 """

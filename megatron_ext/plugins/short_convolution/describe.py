@@ -62,7 +62,7 @@ class ShortConvolution(Part):
             yield place.vector("conv1d.bias", channels, tp_dim=0)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what is saved with each linear layer."""
+        """Yield the extra state that is saved with each linear layer."""
         for name in ("in_proj", "out_proj"):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 
@@ -82,8 +82,8 @@ class ShortConvolution(Part):
         return {"projected": channels * (3 * share.tokens + before), "core": 0.0, "projection": channels * share.tokens}
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what autograd keeps of one span: inputs and outputs of the convolution, and inputs for
-        each further position where documents are kept apart."""
+        """Return the bytes that autograd keeps of one span: inputs and outputs of the convolution, and inputs for each
+        further position where documents are kept apart."""
         positions = self._pieces(share) * self._samples(share) * min(SPAN, share.length // share.context)
         apart = self.kernel - 1 if share.config.data.reset_attention_mask else 0
         return _FP32 * positions * self.channels // share.tensor * (2 + apart)
@@ -103,12 +103,12 @@ class ShortConvolution(Part):
         return 2.0 * self.channels
 
     def core(self, share: Share) -> Core:
-        """Return the same of a rank's microbatch, which its backward pass computes once more."""
+        """Return the operations of a rank's microbatch, which its backward pass computes once more."""
         channels = share.tokens * self.channels / share.tensor
         return Core(2.0 * channels, 3.0, 2.0 * channels, self.kernel, 4 * channels)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what it asks of a way of computing it."""
+        """Return the piece that a gated short convolution asks of a way of computing a layer (`parts/ways.py`)."""
         model = config.model
         asked = f"--hybrid-layer-pattern is {model.hybrid_layer_pattern}"
         if model.hybrid_layer_pattern is None:
@@ -121,7 +121,8 @@ class ShortConvolution(Part):
         return {"short convolution": Asked(asked, lacked_by=lacked_by)}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield that ranks do not divide the channels, or that a part of a sample is shorter than what it sees."""
+        """Yield that ranks do not divide the channels, or that a part of a sample is shorter than the positions that
+        the convolution sees."""
         model, layout = config.model, config.layout
         if self.channels and positive(ranks := layout.tensor_model_parallel_size) and self.channels % ranks:
             yield (

@@ -31,8 +31,8 @@ class AttentionAndMamba(CausalSelfAttention):
         rotary_pos_emb: torch.Tensor | Any = None,
         packed_seq_params: Sequences | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the sum, [S, B, hidden], and the bias that must still be added, if any. hidden_states: [S, B,
-        hidden]; the others are those of attention."""
+        """Return the sum of both mixers' outputs times their multipliers, [S, B, hidden], and the bias that must still
+        be added, if any. hidden_states: [S, B, hidden]; the other arguments are as in attention."""
         of_attention, of_mamba = self.multipliers
         # First: what Mamba-2 computes again in the backward pass then comes when attention holds nothing any more.
         recurrent, _ = self.mamba(hidden_states, attention_mask, None, packed_seq_params)

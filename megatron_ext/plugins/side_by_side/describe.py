@@ -1,5 +1,5 @@
-"""Describes attention and Mamba-2 side by side (Falcon-H1, arXiv:2507.22448, section 2.1): a rank holds and sends what
-both do, and adds up what both give in one exchange."""
+"""Describes attention and Mamba-2 side by side (Falcon-H1, arXiv:2507.22448, section 2.1): a rank holds the tensors and
+makes the exchanges of both mixers, and sums both outputs over ranks in one exchange."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,11 +29,11 @@ class SideBySide(Attention):
 
     mamba: Mamba = field(kw_only=True)
     multipliers: tuple[float, ...] = field(kw_only=True)
-    """Factors of what attention gives, and of what Mamba-2 gives."""
+    """Factors of attention's output, and of Mamba-2's output."""
 
     @property
     def blocks(self) -> int:
-        """How often tensor-parallel ranks gather its input: for each of the two."""
+        """Number of times that tensor-parallel ranks gather its input: once for each mixer."""
         return 2
 
     def parameters(self, place: Place) -> Iterator[Parameter]:
@@ -42,7 +42,7 @@ class SideBySide(Attention):
         yield from self.mamba.parameters(place.inside("mamba"))
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield what both keep and save."""
+        """Yield the states that both mixers keep and save."""
         yield from super().state(place)
         yield from self.mamba.state(place.inside("mamba"))
 
@@ -56,17 +56,18 @@ class SideBySide(Attention):
         return {name: ours.get(name, 0.0) + theirs.get(name, 0.0) for name in {**ours, **theirs}}
 
     def gradients(self, share: Share) -> float:
-        """Return the more of both, whose backward passes come one after the other."""
+        """Return the larger of both mixers' gradient bytes, since their backward passes come one after the other."""
         return max(super().gradients(share), self.mamba.gradients(share))
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes of what Mamba-2 computes again, less those of attention, which holds nothing any more; all
-        but the input of its projection, which whoever asks leaves out."""
+        """Return the bytes of Mamba-2's recomputation minus the bytes that attention holds, since attention's backward
+        pass is over and has freed them. The input of attention's output projection is not subtracted here: the caller
+        (`cost/activations.py`) subtracts it."""
         ours = super().held(share)
         return self.mamba.computed_again(share) - sum(ours.values()) + ours["projection"]
 
     def sent(self, share: Share) -> Iterator[Exchange]:
-        """Yield what both send."""
+        """Yield the exchanges of both mixers."""
         yield from super().sent(share)
         yield from self.mamba.sent(share)
 
@@ -77,7 +78,7 @@ class SideBySide(Attention):
     def core(self, share: Share) -> Core:
         """Return both as one."""
         ours, theirs = super().core(share), self.mamba.core(share)
-        attention = share.tokens * super().core_flops(share.length) / share.tensor  # ours.flops are those of both
+        attention = share.tokens * super().core_flops(share.length) / share.tensor  # ours.flops counts both
         flops = attention + theirs.flops
         again = (ours.again * attention + theirs.again * theirs.flops) / flops
         return Core(
@@ -86,11 +87,11 @@ class SideBySide(Attention):
         )
 
     def pieces(self, config: Config) -> dict[str, Asked]:
-        """Return what both ask of a way of computing them."""
+        """Return the pieces that attention and Mamba-2 ask of a way of computing a layer (`parts/ways.py`)."""
         return {**super().pieces(config), **self.mamba.pieces(config)}
 
     def cannot(self, config: Config) -> Iterator[str]:
-        """Yield what the flags of either cannot be."""
+        """Yield the problems of the flags of either mixer."""
         yield from super().cannot(config)
         yield from self.mamba.cannot(config)
 

@@ -1,4 +1,4 @@
-"""What the flag of attention and Mamba-2 side by side cannot be next to others."""
+"""Rule for --mixer-multipliers, the factors of attention and Mamba-2 in layers that have both."""
 
 from collections.abc import Iterator
 

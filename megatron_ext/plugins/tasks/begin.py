@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def facts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is wrong with the list of tasks, and which of their files are missing."""
+    """Return the problems of the list of tasks, and the files of tasks that are missing."""
     path = values.get("eval_tasks")
     if path is None or not Path(path).exists():
         return {}

@@ -23,7 +23,7 @@ _KEYS = ("task", "valid_data", "overlapping_eval", "strict_lambada")
 
 @dataclass(frozen=True)
 class EvalTask:
-    """One task: what is asked of the model, and the files that it is asked about."""
+    """One task: its kind and settings, and its files of texts or questions."""
 
     name: str
     """Name in logs and results."""
@@ -47,7 +47,7 @@ class EvalTask:
         return texts
 
     def missing(self) -> list[str]:
-        """Return which of its files are not there."""
+        """Return a message for each of the task's files that does not exist."""
         return [f"{self.name}: {path} is no file" for path in self.valid_data if not Path(path).is_file()]
 
 
@@ -64,8 +64,8 @@ def read_eval_tasks(path: str) -> list[EvalTask]:
 
 
 def look_at_eval_tasks(path: str) -> tuple[list[EvalTask], list[str], list[str]]:
-    """Return the tasks of a file that can be understood, what is wrong with the list, and which of the files that the
-    tasks name are not there.
+    """Return the tasks of a file that can be understood, the problems of the list, and the files named by the tasks
+    that do not exist.
 
     Raises:
         ConfigurationError: the file cannot be read.

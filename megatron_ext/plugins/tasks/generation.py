@@ -28,12 +28,12 @@ OnToken = Callable[[int, list[int]], None]
 
 @dataclass(frozen=True)
 class Generated:
-    """What was generated for a prompt."""
+    """The text generated for a prompt."""
 
     tokens: list[int]
     """Ids, with neither the prompt nor the end of the document."""
     text: str | None
-    """Its text, up to the stop string; None without a tokenizer."""
+    """Text of the tokens, up to the stop string; None without a tokenizer."""
     reason: str
     """Why it ended: "eod", "stop" or "length"."""
     drafted: int = 0
@@ -261,7 +261,7 @@ def check_prompts(model: Model, prompts: Sequence[Sequence[int]], sampling: Samp
 
 
 class Stream:
-    """Writes what is certain of a growing text: no half character, and nothing that may belong to a stop string.
+    """Writes the final part of a growing text: no half character, and nothing that may belong to a stop string.
 
     Args:
         tokenizer: decodes the ids.
@@ -277,7 +277,7 @@ class Stream:
         self._written = 0
 
     def __call__(self, number: int, tokens: list[int]) -> None:
-        """Write what the last token has made certain; an `OnToken` of `generation`."""
+        """Write the text that the last token has made final; an `OnToken` of `generation`."""
         text = text_after(self._tokenizer, self._prompt, tokens).rstrip("\ufffd")
         kept_back = max((_overlap(text, one) for one in self._stop), default=0)
         self._until(text[: len(text) - kept_back])

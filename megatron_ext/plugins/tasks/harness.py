@@ -62,7 +62,7 @@ class HarnessModel(LM):
         return [math.fsum(next(scores).log_likelihood for _ in windows_) for windows_ in cut]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model makes of each context, up to one of the strings that end it."""
+        """Return the text that the model generates after each context, up to one of the request's stop strings."""
         made: dict[int, str] = {}
         alike: dict[Sampling, list[int]] = {}
         for number, request in enumerate(requests):

@@ -71,8 +71,8 @@ class Model:
 
     @property
     def longest(self) -> int | None:
-        """Most positions of a sequence; None where nothing limits them (rotary positions whose frequencies are those
-        of every length)."""
+        """Most positions of a sequence; None where nothing limits them (rotary positions whose frequencies are the same
+        for every length)."""
         if self.config.model.position_embedding_type == "learned_absolute":
             return self.config.model.max_position_embeddings
         limits = (getattr(getattr(kind.mixer, "rotary", None), "longest", None) for kind, _ in stack(self.config).kinds)
@@ -91,9 +91,9 @@ class Model:
         Args:
             tokens_BS: int64, on the device; only its shape matters but on the first stage.
             positions: int64 [B, S] or [1, S].
-            inference: how tokens attend, and what is read on the last stage.
+            inference: how tokens attend, and which positions' logits are read on the last stage.
         Returns:
-            What `inference` reads there; None on other stages.
+            On the last stage, the logits that `inference` reads; None on other stages.
         """
         stage, stages = self.groups.pp.rank(), self.groups.pp.size()
         rows, length = tokens_BS.shape
@@ -155,7 +155,7 @@ class Model:
                 chunk.train(training)
 
     def _no_gradients(self) -> AbstractContextManager[Any]:
-        """Return inference mode, or in training no_grad: what is made in inference mode, and kept, can never get a
+        """Return inference mode, or in training no_grad: tensors made in inference mode, and kept, can never get a
         gradient."""
         in_training = any(weight.requires_grad for chunk in self.chunks for weight in chunk.parameters())
         return torch.no_grad() if in_training else torch.inference_mode()
@@ -172,7 +172,7 @@ class Model:
         return values
 
     def whole_vocabulary(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the whole vocabulary without padding, from those of each tensor-parallel rank."""
+        """Return the logits of the whole vocabulary without padding, from the part of each tensor-parallel rank."""
         if self.groups.tp.size() > 1:
             parts: Any = [torch.empty_like(logits_NV) for _ in range(self.groups.tp.size())]
             torch.distributed.all_gather(parts, logits_NV.contiguous(), group=self.groups.tp)

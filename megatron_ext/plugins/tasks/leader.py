@@ -52,7 +52,7 @@ class Leader:
 
 
 def follow(model: Model) -> None:
-    """Do what the leader asks for, until it closes. Every rank but the first calls it."""
+    """Execute the leader's requests, until it closes. Every rank but the first calls it."""
     while True:
         name, *arguments = _tell(None)
         if name == "close":
@@ -66,7 +66,7 @@ def follow(model: Model) -> None:
 
 
 def _tell(what: Any) -> Any:
-    """Return on every rank what the first one says. Collective."""
+    """Return the first rank's request on every rank. Collective."""
     said = [what]
     if torch.distributed.get_world_size() > 1:
         torch.distributed.broadcast_object_list(said, src=0)

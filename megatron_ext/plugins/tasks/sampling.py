@@ -19,7 +19,8 @@ class Sampling:
     """How tokens are chosen, and when a text ends."""
 
     temperature: float = 0.0
-    """What logits are divided by before one is drawn; 0 takes the most likely token, whatever the next three say."""
+    """Divisor of the logits before a token is drawn; 0 takes the most likely token, whatever the next three fields
+    are."""
     top_k: int = 0
     """Number of most likely tokens to draw from; 0 for all."""
     top_p: float = 1.0
@@ -30,7 +31,7 @@ class Sampling:
     """Factor by which tokens of the prompt and of the text so far are made less likely (Keskar et al. 2019,
     arXiv:1909.05858)."""
     seed: int = 1234
-    """Seed of what is drawn: a text depends on it and on the prompt's number alone, not on layout or batch."""
+    """Seed of the draws: a text depends on it and on the prompt's number alone, not on layout or batch."""
     max_new_tokens: int = 128
     """Most tokens to generate."""
     stop: tuple[str, ...] = ()
@@ -82,7 +83,7 @@ class Sampler:
     Args:
         sampling: how.
         prompts: ids of each row's prompt.
-        numbers: number of each row's prompt, which with the seed decides what is drawn for it.
+        numbers: number of each row's prompt, which with the seed decides the row's draws.
         vocab_size: number of ids.
     """
 
@@ -114,7 +115,7 @@ class Sampler:
 
 
 def penalized(scores_BV: torch.Tensor, used_BV: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Return the scores, those of used tokens divided by the penalty where positive, else multiplied by it."""
+    """Return the scores; used tokens' scores are divided by the penalty where positive, else multiplied by it."""
     lowered_BV = torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
     return torch.where(used_BV, lowered_BV, scores_BV)
 

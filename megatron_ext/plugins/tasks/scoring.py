@@ -32,7 +32,7 @@ class Scorable:
 
 @dataclass(frozen=True)
 class Score:
-    """What the model says of the scored tokens of a sequence."""
+    """The likelihood that the model gives the scored tokens of a sequence."""
 
     log_likelihood: float
     """Sum of their log-probabilities in nats, each given all tokens before it."""
@@ -117,7 +117,8 @@ def score(model: Model, sequences: Sequence[Scorable], rows: int) -> list[Score]
 def _batches(
     sequences: Sequence[Scorable], rows: int, replica: int, replicas: int, device: torch.device, *, shown: bool = False
 ) -> Iterator[_Batch]:
-    """Yield the batches of one replica, longest first; those of a round have one shape. Show progress if `shown`."""
+    """Yield the batches of one replica, longest first; all replicas' batches of a round have one shape. Show progress
+    if `shown`."""
     order = sorted(range(len(sequences)), key=lambda number: (-len(sequences[number].tokens), number))
     starts = range(0, len(order), rows * replicas)
     for start in tracked("scoring", starts) if shown else starts:

@@ -3,7 +3,8 @@
 
 A pass takes the latest token of each row and the drafts after it. The model's own choice after each of them says which
 drafts it would have written itself: these are kept, and the first other choice after them. Keys and values of the rest
-are taken back. Greedy tokens are those of a pass for each, but where two logits are closer than rounding.
+are taken back. Greedy tokens are the same as with one pass for each token, but where two logits are closer than
+rounding.
 
 Shape legend: B rows, S positions of a pass, K depths, V vocabulary.
 """
@@ -63,8 +64,8 @@ class Speculation:
         over all ranks.
 
         Args:
-            goes_on: whether each row kept what the last pass gave; a finished one goes along, and its tokens mean
-                nothing.
+            goes_on: whether each row kept the tokens of the last pass; a finished row is computed along, and its tokens
+                mean nothing.
         """
         if not self._is_first:
             for cache in (self._trunk, *self._ahead):

@@ -22,7 +22,7 @@ Results = dict[str, float]
 
 @dataclass(frozen=True)
 class PreparedTask:
-    """A task whose files are read and cut into what is to be scored."""
+    """A task whose files are read and cut into sequences to score."""
 
     sequences: Sequence[Scorable]
     results: Callable[[Sequence[Score]], Results]
@@ -86,7 +86,8 @@ def prefix_of(tokenizer: Tokenizer) -> int:
 
 
 def unframed(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a piece of text, without what the tokenizer puts before and after whole ones (<s>, say)."""
+    """Return the ids of a piece of text, without the special tokens that the tokenizer puts before and after whole
+    texts (such as <s>)."""
     return tokenizer.encode_rendered(text)[0] if isinstance(tokenizer, LibraryTokenizer) else tokenizer.encode(text)
 
 
@@ -122,7 +123,7 @@ def truncated(tokens: list[int], scored: int, length: int, where: str) -> Scorab
     """Return the end of the sequence, as long as the model may be given: `length` tokens and the last target.
 
     Raises:
-        DataError: nothing is scored, or what is scored is longer.
+        DataError: no token is scored, or more than `length` tokens are.
     """
     if scored < 1:
         raise DataError(f"{where} has no token of its own to score; give it a text")
@@ -167,7 +168,7 @@ def _perplexity(tokenizer: Tokenizer, task: EvalTask, length: int) -> PreparedTa
 
 
 def _lambada(tokenizer: Tokenizer, task: EvalTask, length: int) -> PreparedTask:
-    """Score the last word (or token): how often it is what the model finds most likely."""
+    """Score the last word (or token): how often the model finds it the most likely."""
     cut = _last_word if task.strict_lambada else _last_token
     sequences = [
         cut(tokenizer, where, text_of(where, item, "text"), length)
@@ -197,7 +198,7 @@ def _last_token(tokenizer: Tokenizer, where: str, text: str, length: int) -> Sco
 
 
 def _last_word(tokenizer: Tokenizer, where: str, text: str, length: int) -> Scorable:
-    """Cut as Megatron-LM does with --strict-lambada: what is before the word, and a blank with the word, are encoded
+    """Cut as Megatron-LM does with --strict-lambada: the text before the word, and a blank with the word, are encoded
     apart."""
     words = text.split()
     if len(words) < 2:

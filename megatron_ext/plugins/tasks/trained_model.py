@@ -27,7 +27,7 @@ from megatron_ext.train.configure import Configured, configure, configure_for
 if TYPE_CHECKING:
     from megatron_ext.plugins.tasks.inference_model import Model
 
-# What a run needs besides the model, and what inference takes no part in.
+# Flags that a run needs besides the model, and that inference does not use.
 _OF_A_RUN = (
     *("--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--eval-interval", "0"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),

@@ -44,7 +44,7 @@ CHECKS = (
 
 
 def examine(launch: Launch) -> list[Finding]:
-    """Return what every check found, in their order."""
+    """Return the findings of all checks, in the order of CHECKS."""
     return [finding for check in CHECKS for finding in check(launch)]
 
 
@@ -103,7 +103,7 @@ def _configured(flags: list[str], world_size: int, findings: list[Finding]) -> C
     try:
         return configure([*flags, *ranks, "--dry-run"]).config
     except ConfigurationError as wrong:
-        # What mends a problem is said in it.
+        # The text of a problem has its fix.
         findings += [error(problem, "pretrain_gpt.py would end with exit code 64", "") for problem in wrong.problems]
         return None
 

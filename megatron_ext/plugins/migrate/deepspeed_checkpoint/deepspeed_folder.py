@@ -70,7 +70,8 @@ class Reordered:
 
 @dataclass(frozen=True)
 class Zeros:
-    """A parameter of ours that is not there, and adds nothing; it is read as an `Entry` is."""
+    """A parameter of ours that the checkpoint does not have, filled with zeros, which add nothing; it is read as an
+    `Entry` is."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,7 +100,7 @@ _MODULES = {
     **{f"mlp.{name}": "mlp.linear_fc1" for name in ("dense_h_to_4h", "linear1")},
     **{f"mlp.{name}": "mlp.linear_fc2" for name in ("dense_4h_to_h", "linear2")},
 }
-"""Module of a layer there -> here."""
+"""Module of a layer in the DeepSpeed checkpoint -> ours."""
 _OTHERS = {
     "word_embeddings.weight": WORD_EMBEDDINGS,
     "position_embeddings.weight": POSITION_EMBEDDINGS,
@@ -112,7 +113,7 @@ _OTHERS = {
     },
 }
 _CONSTANTS = re.compile(r".*(inv_freq|masked_bias|_extra_state|attention\.bias)")
-"""What is saved next to the parameters and follows from the flags."""
+"""Names of tensors that are saved next to the parameters and follow from the flags."""
 
 
 class DeepSpeedFolder:
@@ -245,7 +246,7 @@ class DeepSpeedFolder:
                 shards = [one[name] for one in ranks if isinstance(one.get(name), Entry | Pieces)]
                 if len(shards) < len(ranks):
                     raise DataError(f"{self.path}: {name} is no tensor of weights in order on every rank")
-                found.setdefault(ours, shards)  # tied embeddings are there twice
+                found.setdefault(ours, shards)  # tied embeddings are saved twice
             elif not _CONSTANTS.fullmatch(name):
                 unknown.append(name)
         if unknown:
@@ -278,7 +279,7 @@ def _our_name(name: str, number: Mapping[str, int]) -> str | None:
 
 
 def _flat(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is no dictionary, by its dotted key."""
+    """Yield each value that is no dictionary, with its dotted key."""
     for key, value in content.items() if isinstance(content, dict) else ():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

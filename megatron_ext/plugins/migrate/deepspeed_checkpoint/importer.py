@@ -22,8 +22,8 @@ from megatron_ext.terminal import say, tracked
 
 
 def import_deepspeed(source: str | Path, destination: str | Path) -> Path:
-    """Write a checkpoint into the folder `destination`. The dtype of the weights is kept; those of a universal
-    checkpoint and of ZeRO's shards are fp32.
+    """Write a checkpoint into the folder `destination`. The dtype of the weights is kept; a universal checkpoint and
+    ZeRO's shards have fp32 weights.
 
     Returns:
         The checkpoint's own folder.
@@ -116,7 +116,8 @@ def _elements(shards: list[Shard], parameter: Parameter, dtype: str, rows: range
 def _merge(shards: list[Shard], parameter: Parameter, dtype: str, rows: range, target: memoryview) -> None:
     """Fill `target` with rows of a parameter that tensor-parallel ranks divide, or each hold whole.
 
-    Of those that each rank holds the mean is taken, as in the published BLOOM: norms of ranks have drifted apart there.
+    Of a parameter that each rank holds whole, the mean over the ranks is taken: in the published BLOOM the ranks' norms
+    have drifted apart.
     """
     import numpy as np
 

@@ -5,8 +5,8 @@
 Of ZeRO's stages 1 and 2, a rank's file (`zero_pp_rank_1_mp_rank_00_optim_states.pt`, or `bf16_zero_...`) has one flat
 tensor for each group of parameters and each state, and says which range of it belongs to which parameter
 (`param_slice_mappings` of deepspeed's runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py). The shapes are in
-the model-parallel rank's own file. Experts have the numbers there that they have on their expert-parallel rank;
-neighbouring data-parallel ranks are such.
+the model-parallel rank's own file. In that file experts have the numbers that they have on their expert-parallel rank;
+neighbouring data-parallel ranks form an expert-parallel group.
 
 The optimizers of 16-bit runs without ZeRO keep vectors without names. Such a vector has all parameters of a group one
 after another (`fp32_groups_flat` of deepspeed's runtime/fp16/fused_optimizer.py), or one parameter (`fp32_groups` of
@@ -153,7 +153,8 @@ def part_of(entry: Entry, start: int, size: int) -> Entry:
 
 
 def find_states(files: Iterable[Any], weights: Mapping[str, Any]) -> dict[str, dict[str, Pieces]]:
-    """Return of each state (param, exp_avg, exp_avg_sq) what is found of a tensor-parallel rank, by DeepSpeed's names.
+    """Return, for each state (param, exp_avg, exp_avg_sq), the tensors found for a tensor-parallel rank, by DeepSpeed's
+    names.
 
     Args:
         files: contents that its pipeline stages or expert-parallel ranks have saved.

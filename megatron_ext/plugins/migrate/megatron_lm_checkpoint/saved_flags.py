@@ -1,8 +1,8 @@
 """Reads the flags of the run that wrote a checkpoint of Megatron-LM, without torch and without running anything of it.
 
 They are an argparse.Namespace in a pickle: `args` of the common state, which is an object in a shard (since 0.19) or
-the file common.pt. What else the pickle asks for (enums, tensors, whatever a stranger has put there) is not made, and
-flags that are such are left out.
+the file common.pt. Other objects that the pickle asks for (enums, tensors, whatever a stranger has put into it) are not
+made, and flags with such values are left out.
 """
 
 import io
@@ -84,7 +84,8 @@ def _as_typed(name: str, value: object) -> str | None:
 
 
 def saved_model(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `config.parse.saved.read_saved` returns of a checkpoint of ours, for --use-checkpoint-args."""
+    """Return the model's flags for --use-checkpoint-args, as `config.parse.saved.read_saved` returns them for a
+    checkpoint of ours."""
     was = model_flags(args)
     without_effect = {"vocab_size"}  # its tokenizer may have more; loading compares the padded sizes
     if not was.get("group_query_attention"):

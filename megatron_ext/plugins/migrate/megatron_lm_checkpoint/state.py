@@ -131,7 +131,7 @@ def rename(state_dict: dict[str, Any], saved: Collection[str]) -> dict[str, list
 
 
 def _values(content: Any, names: tuple[str, ...]) -> Iterator[Any]:
-    """Yield what lies under these names, however deep."""
+    """Yield the values under these names, at any depth."""
     if isinstance(content, Mapping):
         for name, value in content.items():
             if name in names:

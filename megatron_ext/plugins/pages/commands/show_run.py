@@ -74,7 +74,8 @@ def _page(runs: dict[str, RunHistory], first: Path, files: list[str]) -> str:
 
 
 def _config(run: Path, ranks: int) -> Config | None:
-    """Return what the run's newest checkpoint says that it is, on so many ranks; None where that cannot be read."""
+    """Return the configuration saved in the run's newest checkpoint, resolved for `ranks` ranks; None where it cannot
+    be read."""
     folder = run if run.is_dir() else run.parent
     with contextlib.suppress(TrainingError, OSError):  # a page without it is better than none
         values = saved_values(folder / "metrics.jsonl")
@@ -83,7 +84,7 @@ def _config(run: Path, ranks: int) -> Config | None:
 
 
 def _facts(run: Path, config: Config | None) -> list[str]:
-    """Return what the run trained, and how it ended; nothing of what is not there."""
+    """Return lines on what the run trained, and how it ended; files that are missing or unreadable give no line."""
     folder = run if run.is_dir() else run.parent
     facts = {} if config is None else described(config)
     with contextlib.suppress(TrainingError, TextError, OSError, LookupError, TypeError):

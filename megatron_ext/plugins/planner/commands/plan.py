@@ -96,7 +96,7 @@ def _parsed(training: list[str]) -> Typed:
 
 
 def _refusals(options: argparse.Namespace, asked: Question) -> list[str]:
-    """Return what the rules say of flags that have problems of their own."""
+    """Return the problems that the rules add to the problems of reading the flags."""
     if options.evaluate:
         evaluated = layout_evaluation.evaluate(asked)
         return evaluated if isinstance(evaluated, list) else []
@@ -203,7 +203,8 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
 def _limits(
     options: argparse.Namespace, asked: Question, best: Sequence[Candidate]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what --limits says of the first layout, for --json and in words; nothing without the flag or a layout."""
+    """Return the limits of the first layout for --limits, as JSON values and as lines of text; both empty without the
+    flag or a layout."""
     if not options.limits or not best:
         return {}, []
     parts = limits(asked, best, searched=not options.evaluate)

@@ -180,7 +180,7 @@ def verify(prefix: str, vocab_size: int | None) -> None:
 
 
 def sample(argv: list[str]) -> None:
-    """Print the text of one sample, or of those of one step, of a training with the flags `argv`."""
+    """Print the text of one sample, or of all samples of one step, of a training with the flags `argv`."""
     parser = ToolParser("Show the text that a training step saw. All other flags are those of the training.", __doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, help="the step, from 1")

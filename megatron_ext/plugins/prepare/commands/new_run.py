@@ -137,7 +137,7 @@ class _Making:
         return 0
 
     def _planned(self) -> str:
-        """Make tokenizer and tokens, choose the model, and return what the training is to be."""
+        """Make tokenizer and tokens, choose the model, and return the plan of the training."""
         run, tokenizer = self._run, str(self._run / "tokenizer")
         known = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
         self._part(0, f"{self._vocabulary} entries")
@@ -266,7 +266,8 @@ class _Making:
 
 
 def _ended(program: subprocess.Popen[bytes], seconds: float | None = None) -> int:
-    """Return the exit code of a program; after Ctrl-C, which it gets too, once it has saved what it saves."""
+    """Return the exit code of a program; after Ctrl-C, which the program gets, too, once it has saved its
+    checkpoint."""
     try:
         return program.wait(seconds)
     except KeyboardInterrupt:

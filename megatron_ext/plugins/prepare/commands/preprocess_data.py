@@ -41,7 +41,8 @@ _TAKEN: dict[str, tuple[str | None, str]] = {
     "--dataset-impl": ("KIND", "there is one format, .bin and .idx, which training reads"),
     "--chunk-size": ("N", "documents are handed to the processes by size"),
 }
-"""Flag -> the placeholder of its value (None for a switch), and what happens instead of what it says."""
+"""Flag that is accepted and changes nothing -> the placeholder of its value (None for a switch), and how the tool works
+instead."""
 
 _REFUSED: dict[str, tuple[str | None, str]] = {
     "--split-sentences": (None, f"{_SENTENCES}, which a GPT does not take; leave it out"),
@@ -61,7 +62,7 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def old_flags(options: argparse.Namespace) -> Iterator[str]:
-    """Yield a warning for each of these flags that is given.
+    """Yield a warning for each given flag of Megatron-LM's tool that changes nothing.
 
     Raises:
         ConfigurationError: one is given that asks for other documents than are written.

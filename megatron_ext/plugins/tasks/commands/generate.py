@@ -172,14 +172,14 @@ def _answer_streaming(
 
 
 def encoder(model: Any, template: str | None) -> "Encoder":
-    """Return what makes ids of a prompt; without a tokenizer it is ids already, such as "17 4 99".
+    """Return a function that encodes a prompt; without a tokenizer, prompts are ids already, such as "17 4 99".
 
     Args:
         model: the model.
         template: --chat-template, of which each prompt is then a user's message.
     Raises:
-        ConfigurationError: there is no such template. What is returned raises it too, for a prompt that is no text, or
-            no ids, that the model can go on from.
+        ConfigurationError: there is no such template. The returned function raises it, too, for a prompt that is no
+            text, or no ids, that the model can go on from.
     """
     from megatron_ext.plugins.tasks.tasks import unframed
 

@@ -75,7 +75,7 @@ def _task_name(text: str) -> str:
 
 
 def _tasks(options: Any) -> list[EvalTask]:
-    """Return what is asked for, checked before anything is loaded."""
+    """Return the tasks that the options ask for, checked before anything is loaded."""
     if (options.task is None) == (options.eval_tasks is None):
         raise ConfigurationError("give --task with its files, or --eval-tasks FILE: one of them")
     if options.eval_tasks is not None:
