@@ -64,7 +64,7 @@ def test_the_first_guide_trains_evaluates_exports_and_writes(first: tuple[Path, 
         float(value) for value in re.findall(r"training loss +([\d.]+) at iteration 1 -> ([\d.]+)", printed)[0]
     ]
     assert before > 6.9
-    assert after < 4.3
+    assert before - after > 2.5  # nats, of a corpus that is docs/ itself and changes with it
     assert "largest difference of logits to transformers" in printed
     assert "\nThe checkpoint" in printed
     assert (folder / "model-hf/model.safetensors").is_file()
