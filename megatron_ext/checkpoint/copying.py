@@ -37,11 +37,11 @@ class FilePart:
     larger than a block."""
 
     def gather(self, start: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `start` on."""
+        """Fill `target` with bytes of this part, from its byte `start` on; the caller then writes them to the file."""
         raise NotImplementedError
 
     def scatter(self, start: int, source: memoryview) -> None:
-        """Put the bytes from `start` on where they belong."""
+        """Store `source`, bytes that the caller read from the file: this part's bytes from its byte `start` on."""
         raise NotImplementedError
 
 

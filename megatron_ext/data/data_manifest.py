@@ -1,4 +1,9 @@
-"""Checksums of a .bin/.idx pair, block by block: made with the pair's manifest, compared while a run reads the data.
+"""Manifests of .bin/.idx pairs: which tokenizer made a pair, and its checksums block by block.
+
+`tools/preprocess_data.py --output-prefix data/corpus` writes data/corpus_text_document.bin and .idx, and
+data/corpus_manifest.json; `tools/merge_datasets.py --output-prefix data/all` writes data/all_manifest.json. A pair
+without one, as Megatron-LM writes it, or one that was replaced since, has no known tokenizer. A run compares its
+tokenizer with the manifest's, and the checksums while it reads the data.
 
     "checksums": {"data/corpus_text_document": {"block_bytes": 16777216,
                                                 "crc32": {".bin": ["6fa1e2d0", ...], ".idx": ["0c1d...", ...]}}}
@@ -6,12 +11,6 @@
 A disk or a copy that damages data mostly gives ids that are still of the vocabulary, above all zeros: no other check
 sees these. CRC-32 guards against disks and networks, not against people, and takes a core a second for some GB. No
 torch here.
-
-The manifest that lies next to a .bin/.idx pair, and whether a run's tokenizer is the one that it names.
-
-`tools/preprocess_data.py --output-prefix data/corpus` writes data/corpus_text_document.bin and .idx, and
-data/corpus_manifest.json; `tools/merge_datasets.py --output-prefix data/all` writes data/all_manifest.json. A pair
-without one, as Megatron-LM writes it, or one that was replaced since, has no known tokenizer. No torch here.
 """
 
 import os

@@ -241,7 +241,8 @@ class ShuffledDataset:
         return counts.tolist()
 
     def window_at(self, index: int) -> SampleWindow:
-        """Return where sample `index` lies: its number is that in megatron-core's stream of shuffled documents."""
+        """Return the source of sample `index`, and its window's number in the shuffled documents of that source, end to
+        end as megatron-core lays them."""
         source, index = self._source(index)
         return SampleWindow(source, int(self._parts[source].shuffle_index[index]))
 

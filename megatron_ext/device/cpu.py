@@ -118,7 +118,7 @@ class CpuDevice:
         return DeviceMemory(allocated=resident, max_allocated=max(peak, resident), reserved=resident)
 
     def capacity(self) -> tuple[int, int]:
-        """Return the memory of the machine, or of the container."""
+        """Return the total and the free bytes of the machine's memory, or of the container's if that is less."""
         return host_memory()
 
     def rng_state(self) -> torch.Tensor:

@@ -17,7 +17,7 @@ from megatron_ext.registry import brought
 
 @dataclass(frozen=True)
 class Mixer:
-    """A kind of mixer."""
+    """A kind of token mixer that a plugin brings: a layer can have it in place of plain attention, as with Mamba-2."""
 
     letter: str
     """Its letter in --hybrid-layer-pattern."""

@@ -67,7 +67,8 @@ def recorded_memory_is_of_a_gpu(config: Config, facts: Facts) -> Iterator[str]:
 
 @reads()
 def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse to time communication where it cannot be done: where one stream of a GPU waits for another."""
+    """Refuse --log-communication-share and --log-straggler where communication cannot be timed: with FSDP or
+    several distributed optimizer instances, where one stream of a GPU waits for another."""
     layout, logging = config.layout, config.logging
     asked = [("--log-communication-share", logging.log_communication_share), ("--log-straggler", logging.log_straggler)]
     flags = [flag for flag, on in asked if on]

@@ -35,7 +35,11 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two records, short or not, are known to be of tokenizers that give every text the same ids."""
+    """Return whether the tokenizers of two records are known to give every text the same ids.
+
+    Args:
+        one, other: records by `tokenizer_record` or, with fewer digests, `short_record`.
+    """
     if all(one.get(name) == other.get(name) for name in ("type", "sha256", "vocab_size", "eod")):
         return True
     wanted = ["vocab_size", "eod", "ids_sha256"]

@@ -194,7 +194,7 @@ def next_stage(configured: Configured) -> Configured:
 
 
 def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
-    """Return a warning for each flag that changes nothing, or something else, together with the others."""
+    """Return a warning for each flag that, together with the other flags, has no effect or has a side effect."""
     warnings = []
     layout = config.layout
     if layout.context_parallel_size > 1 and "cp_comm_type" not in typed.values and layout.cp_comm_type == ("a2a",):

@@ -200,7 +200,8 @@ def remove_leftovers(folder: str | Path) -> None:
 
 
 def remove(folder: str | Path, iteration: int) -> None:
-    """Remove a checkpoint: its name first, so that no part of it ever passes for a whole one."""
+    """Remove the checkpoint of `iteration`: rename its folder first, so that one that is half removed never passes for
+    a whole one."""
     path = iteration_folder(folder, iteration)
     removed = path.with_name(f".{path.name}.removed")
     path.rename(removed)

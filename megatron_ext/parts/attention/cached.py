@@ -191,17 +191,18 @@ class TextsInARow(WholeSequences):
 
 
 class KeyValueCache(WholeSequences):
-    """Keeps keys and values of every layer of this rank: 2 x layers x B x G x D x `positions` numbers, and no more; of
-    latent attention its latents (`keep`), of a recurrence its state (`keep_recurrent`), whatever the positions.
+    """Keeps keys and values of every layer of this rank: 2 x layers x B x G x D x `positions` numbers, with B rows, G
+    key/value heads and D channels of a head. Latent attention keeps its latents instead (`keep`), and a recurrence its
+    state (`keep_recurrent`), whose size does not depend on `positions`.
 
-    The first pass takes the prompts, each further one the next token or tokens of every row (`advance`), the latest of
-    which a row may then forget (`take_back`).
+    The first pass takes the prompts, each further pass the next token or tokens of every row (`advance`); a row may
+    then forget its latest tokens (`take_back`).
 
     Args:
-        positions: the most positions that a row can come to have.
+        positions: the largest number of positions of a row, prompt and generated tokens together.
         lengths: tokens of each row's prompt.
-        width: tokens that each row has in the first pass, filled up.
-        device: where the first pass is made.
+        width: tokens of each row in the first pass, padding included.
+        device: the device of the first pass.
     """
 
     def __init__(self, positions: int, lengths: list[int], width: int, device: torch.device):

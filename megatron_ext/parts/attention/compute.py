@@ -66,9 +66,15 @@ class CausalSelfAttention(SelfAttention):
         rotary_pos_emb: torch.Tensor | Any = None,
         packed_seq_params: Sequences | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the projected context, [S, B, hidden], and the bias that must still be added, if any. hidden_states:
-        [S, B, hidden]; rotary_pos_emb: from `RotaryTable`. The mask is causal; `packed_seq_params` may
-        attend in another way, and read some positions alone, [N, 1, hidden]."""
+        """Return the projected context, [S, B, hidden], and the bias that must still be added, if any.
+
+        Args:
+            hidden_states: [S, B, hidden].
+            attention_mask: always None; attention is causal.
+            rotary_pos_emb: angles from `RotaryTable`.
+            packed_seq_params: attends in place of the core, for example within documents or to cached keys; in the last
+                layer it may leave only the positions that are read, and the result is then [N, 1, hidden].
+        """
         assert attention_mask is None, "the mask is causal"
         if self.rotary_columns != _ALL and rotary_pos_emb is not None:
             columns = self.rotary_columns

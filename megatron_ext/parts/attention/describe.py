@@ -262,7 +262,7 @@ class Attention(Part):
                 yield replace(parameter, shape=(count, size), by_element=True) if each else parameter
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield the state that is saved with each linear layer."""
+        """Yield the `_extra_state` that megatron-core saves with each linear layer."""
         for name in ("linear_proj", "linear_qkv"):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 

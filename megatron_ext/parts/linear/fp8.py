@@ -144,14 +144,14 @@ def _turned(
     cut: tuple[Sequence[ProcessGroup], Sequence[ProcessGroup]],
     largest: torch.Tensor,
 ) -> Quantized:
-    """Return x^T in E4M3, for a sum over the rows of x.
+    """Return x^T in E4M3, for a matrix product of the backward pass, which sums over the rows of x.
 
     Args:
-        x: the matrix as it was quantized for a sum over its columns.
-        block: its block for that sum.
+        x: the matrix before quantization; the forward pass quantized it for a product that sums over its columns.
+        block: the part of x that shared one scale in the forward pass.
         how: FP8 settings of the layer.
-        cut: the ranks that its rows and columns are divided over.
-        largest: the largest values of those blocks.
+        cut: the ranks that rows and columns of x are divided over.
+        largest: the largest value of each block in the forward pass, used again where the transposed block is the same.
     """
     same = block == block.turned
     return _quantize(x, block.turned, E4M3, how, cut, largest if same else None).transposed()

@@ -19,7 +19,7 @@ from megatron_ext.parts.norm.compute import uninitialized
 
 
 class OfMultiplied(NamedTuple):
-    """An activation of its input times a factor."""
+    """Multiplies the input by a factor before the activation: activation(factor x gate)."""
 
     activation: Callable[[torch.Tensor], torch.Tensor]
     factor: float

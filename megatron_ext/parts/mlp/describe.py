@@ -59,7 +59,7 @@ class Mlp(Part):
             yield Parameter(f"{place.name}.xielu.{name}", (1,), place.stage, "constant", value)
 
     def state(self, place: Place) -> Iterator[State]:
-        """Yield the state that is saved with each linear layer."""
+        """Yield the `_extra_state` that megatron-core saves with each linear layer."""
         for name in ("linear_fc1", "linear_fc2"):
             yield State(f"{place.name}.{name}._extra_state", "extra")
 

@@ -70,8 +70,8 @@ def latent_json(config: Config) -> dict[str, Any]:
 
 
 def what_latents_can_say(model: ModelConfig) -> dict[str, Any]:
-    """Return the epsilon of the norms of latents, and the two mscales of YaRN, of which transformers reads both or none
-    (`Family.dependent_flags`)."""
+    """Return the flags that `config.json` of a model with latents cannot say (`Family.dependent_flags`): the epsilon of
+    the latents' norms, and YaRN's two mscales where one is missing or 0, since transformers reads both or none."""
     read = scaling_json(model) is None or (model.mscale and model.mscale_all_dim)
     mscales = {} if read else {"mscale": 1.0, "mscale_all_dim": 0.0}
     return {**mscales, **_epsilon(model.norm_epsilon)}

@@ -24,7 +24,13 @@ from megatron_ext.plugins.families.shared import (
 
 
 def mixture_names(mixture: str, **of_expert: str) -> dict[str, tuple[str, ...]]:
-    """Return `expert_names` with the names of shared experts, and of the bias by which experts are chosen."""
+    """Return Hugging Face's names for each of our names of a decoder layer, as `expert_names`, with shared experts and
+    the bias by which experts are chosen.
+
+    Args:
+        mixture: the layer's module that has router and experts, for example `mlp`.
+        of_expert: names of an expert's matrices: `gate`, `up` and `down`.
+    """
     shared = f"{mixture}.shared_experts"
     return {
         **expert_names(mixture, **of_expert),
@@ -218,7 +224,8 @@ def shared_experts(model: ModelConfig) -> int:
 
 
 def _some_layers(reading: Reading) -> dict[str, Any]:
-    """Return which layers have Qwen's experts."""
+    """Return --moe-layer-freq, which layers have experts (None: all), from Qwen's decoder_sparse_step and
+    mlp_only_layers."""
     step = reading.integer("decoder_sparse_step", 1)
     dense = reading.integers("mlp_only_layers", len(layer_numbers(reading)))
     mixtures = [(number + 1) % step == 0 and number not in dense for number in layer_numbers(reading)]

@@ -195,11 +195,14 @@ class GatedDelta(Part):
         }
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes that autograd keeps of one span: for pairs of positions of a chunk, decays and products, or
-        with a decay for each channel, keys and queries times the decays up to the middle of each of their blocks; for
-        each position, inputs and outputs of the convolution, keys, queries and values by heads, the solution of the
-        triangular system, and the output, normed and gated; for each chunk but the first, a state. Where a piece's map
-        of the state is computed, keys stand next to values, and there is no output."""
+        """Return the bytes that autograd keeps while the backward pass recomputes a span of up to `SPAN` positions.
+
+        For pairs of positions of a chunk, these are decays and products, or with a decay for each channel, keys and
+        queries times the decays up to the middle of each of their blocks; for each position, inputs and outputs of the
+        convolution, keys, queries and values by heads, the solution of the triangular system, and the output, normed
+        and gated; for each chunk but the first, a state. Where a piece's map of the state is computed, keys stand next
+        to values, and there is no output.
+        """
         pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
         span = min(SPAN, share.length // (share.context * pieces))
         chunk = min(CHUNK, span)

@@ -107,8 +107,14 @@ def _elements(folder: HFFolder, mapping: ParameterMapping, dtype: str, files: Fi
 def _convert(
     entry: Entry, mapping: ParameterMapping, span: RowRange, rows: range, dtype: str, target: memoryview
 ) -> None:
-    """Fill `target` with rows of a parameter that the Hugging Face tensor holds in another dtype, transposed, or with a
-    number to add."""
+    """Fill `target` with `rows` of a parameter whose bytes in the Hugging Face tensor cannot be copied: the tensor has
+    another dtype, is transposed, is itself computed (`forms.ComputedEntry`), or `mapping.added` must be added to it.
+
+    Args:
+        entry: the Hugging Face tensor.
+        span: the rows of the parameter that lie in this tensor; they include `rows`.
+        dtype: safetensors' name of the dtype of `target`.
+    """
     import numpy as np
 
     if mapping.transposed:

@@ -1,7 +1,8 @@
 """Computes logits and losses of an exported folder with transformers, as a reference.
 
-It runs in a process of its own, and imports nothing of ours: the functions of torch that the device room replaces would
-leave the rotary tables of transformers unfilled, and loading megatron-core takes longer than the comparison.
+It runs in a process of its own, and imports no module of megatron_ext: the functions of torch that megatron_ext.device
+replaces would leave the rotary tables of transformers unfilled, and loading megatron-core takes longer than the
+comparison.
 """
 
 import contextlib

@@ -67,10 +67,14 @@ class Mamba(GatedDelta):
             yield place.vector("out_norm.weight", self.context_size, "ones", tp_dim=0)
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes that autograd keeps of one span, within a tenth: for each position, convolved channels three
-        times, numbers of its heads, B and C with their decays, and x and outputs five times; for pairs of positions of
-        a chunk, decays and products; for each chunk, a state. With two pieces, products of B and C, and x, are copied
-        once more. Computing a piece's map of the state takes less."""
+        """Return the bytes, within a tenth, that autograd keeps while the backward pass recomputes a span of up to
+        `SPAN` positions.
+
+        Each position has the convolved channels three times, four numbers of each head, B and C with their decays, and
+        x and outputs five times; each pair of positions of a chunk has decays and products; each chunk has a state.
+        With context parallelism a rank has two pieces of a sample: B, C and x are then copied once more. Computing a
+        piece's map of the state takes less.
+        """
         pieces, samples = 1 if share.context == 1 else 2, share.tokens * share.context // share.length
         part = share.length // (share.context * pieces)
         groups, heads = self.key_heads // share.tensor, self.value_heads // share.tensor

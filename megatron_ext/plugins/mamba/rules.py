@@ -10,7 +10,7 @@ from megatron_ext.rules.suggest import wrong_factors
 
 
 def resolve(values: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Fill in the number of heads of Mamba-2: twice the hidden size over a head's."""
+    """Fill in --mamba-num-heads where it is not given: 2 x --hidden-size / --mamba-head-dim."""
     hidden, head = values.get("hidden_size"), values.get("mamba_head_dim", MambaFlags.mamba_head_dim)
     if not values.get("hybrid_layer_pattern") or values.get("mamba_num_heads") is not None:
         return

@@ -59,7 +59,7 @@ class NextTokenLayer(MultiTokenPredictionLayer):
 
 
 def next_token_spec(norm: Norm, layer: ModuleSpec) -> ModuleSpec:
-    """Return a depth around a transformer layer."""
+    """Return the spec of a depth of multi-token prediction: norms, a projection and the given transformer layer."""
     build = norm_builder(norm)
     parts = MultiTokenPredictionLayerSubmodules(build, build, build, ColumnLinear, layer)
     return ModuleSpec(NextTokenLayer, submodules=parts)

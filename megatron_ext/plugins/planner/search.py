@@ -341,12 +341,14 @@ def _changed(training: TrainingConfig, values: tuple[tuple[str, Any], ...]) -> T
 def _with_least_recomputation(
     recomputed: _Recomputations, choice: Choice, work: Workload, sharding: str, least: int
 ) -> tuple[Candidate | None, int]:
-    """Return the candidate with the least recomputation that fits, or else the most that is legal (None where none is),
-    and the place of its kind in the list.
+    """Return the candidate with the least recomputation that fits in memory, and the index of its kind in
+    `recomputed.ways`. Where no kind fits, it is the candidate with the most recomputation that the rules allow; None
+    where they allow no kind.
 
     Args:
-        work: the workload of the choice, with no recomputation but what was given.
-        least: place of the first kind to try, since those before did not fit with a smaller micro batch.
+        recomputed: the kinds of recomputation, the least first.
+        work: the workload of the choice, without recomputation unless the user's flags give some.
+        least: index of the first kind to try: with a smaller micro batch, the kinds before it did not fit.
     """
     fitting = None
     places = range(least, len(recomputed.ways))

@@ -152,7 +152,8 @@ def _write_manifest(prefixes: Sequence[str], makers: Sequence[MadeWith | None], 
 
 
 def _index_blocks(parts: Sequence[IndexArrays]) -> Iterator[np.ndarray]:
-    """Yield the three arrays of the merged index, one after another: what counts from a part's beginning is moved."""
+    """Yield the three arrays of the merged index, one after another: lengths, pointers and document indices. The latter
+    two count from the beginning of the merged pair, past the parts before."""
     for part in parts:
         yield from _blocks(part.lengths)
     shift = 0

@@ -280,7 +280,7 @@ def _named_stages(random: Random, chunks: int, count: int, depths: int) -> str:
 
 
 def _experts(random: Random, ranks: int) -> list[str]:
-    """Return how `ranks` of one stage share experts."""
+    """Return flags of expert parallelism, drawn at random, for the `ranks` of one pipeline stage."""
     size = random.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
     return [
         *([f"--expert-model-parallel-size {size}"] if size > 1 else []),

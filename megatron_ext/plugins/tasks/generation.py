@@ -293,7 +293,8 @@ class Stream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of the text the stop string begins with, or holds whole."""
+    """Return how many characters at the end of the text to hold back: from the first `stop` on where the text has one,
+    else as many as the longest beginning of `stop` that the text ends with."""
     if stop in text:
         return len(text) - text.find(stop)
     return next((length for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length])), 0)

@@ -119,10 +119,13 @@ _FOR_THE_LAST = 5.0  # seconds, after a failure
 
 
 class Snapshots(Callback):
-    """Takes snapshots, and removes them when the run ends and is saved.
+    """Takes a snapshot of this rank's training state every `interval` steps, for a restart; removes the snapshots when
+    the run ends and is saved.
 
     Args:
-        save_interval: steps at which a checkpoint is written, and no snapshot.
+        writer: writes the snapshots.
+        interval: steps between snapshots.
+        save_interval: steps between checkpoints, if any are saved; a step that saves a checkpoint takes no snapshot.
     """
 
     phase = "the snapshot"
