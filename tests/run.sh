@@ -20,7 +20,8 @@ if [[ "${1:-}" == --changed ]]; then
         commit="$1"
         shift
     fi
-    mapfile -t chosen < <(python -m tests.support.changed "$commit")
+    found="$(python -m tests.support.changed "$commit")"
+    mapfile -t chosen < <(printf '%s' "$found")
     echo "== ${#chosen[@]} files of tests concern what has changed since $commit"
     if ((${#chosen[@]} == 0)); then exec bash tests/checks.sh; fi
     set -- --quick "$@" "${chosen[@]}"

@@ -103,8 +103,14 @@ def _imported(path: Path, root: Path) -> set[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the test files that the changes since a commit concern."""
-    print(*sorted(concerned(changed_files(argv[0] if argv else "HEAD"))), sep="\n")
+    """Print the test files that the changes since a commit concern; the exit code is 64 where git knows no such one."""
+    commit = argv[0] if argv else "HEAD"
+    try:
+        changed = changed_files(commit)
+    except subprocess.CalledProcessError as error:
+        print(f"--changed {commit}: {error.stderr.strip()}; use a commit or branch of `git log --all`", file=sys.stderr)
+        return 64
+    print(*sorted(concerned(changed)), sep="\n")
     return 0
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.changed import changed_files, concerned
+from tests.support.changed import changed_files, concerned, main
 
 FILES = {
     "megatron_ext/train/step.py": "",
@@ -79,3 +79,9 @@ def test_what_is_changed_is_asked_of_git(repository: Path) -> None:
     assert changed_files("main", repository) == {"docs/page.md", "docs/other.md"}
     with pytest.raises(subprocess.CalledProcessError):
         changed_files("nowhere", repository)
+
+
+def test_a_commit_that_git_does_not_know_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nowhere"]) == 64
+    said = capsys.readouterr()
+    assert (said.out, said.err.startswith("--changed nowhere: fatal: ")) == ("", True)
