@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tests.support.hf_models import move_weights
 from tests.support.hf_shapes import MODELS
 
 COMPOSITES = {
@@ -69,11 +70,6 @@ def write_composite(folder: Path, kind: str, **changes: Any) -> Any:
     config = made(**{"tie_word_embeddings": tied, "text_config": text, **small, **changes})
     torch.manual_seed(3)
     model = AutoModelForImageTextToText.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.05))
-        for name, kept in [*model.named_buffers(), *model.named_parameters()]:
-            if name.endswith("e_score_correction_bias"):
-                kept.copy_(0.1 * torch.randn_like(kept))
+    move_weights(model)
     model.save_pretrained(folder)
     return model

@@ -20,22 +20,27 @@ TOKENS = [[(7919 * position + 101 * row) % VOCABULARY for position in range(LENG
 
 
 def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
-    """Write a model of `MODELS` with random weights; norms and biases are perturbed, for they begin all alike, and
-    biases by which experts are chosen lie near their scores."""
+    """Write a model of `MODELS` with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {**MODELS[name], **changes}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config).eval()
+    move_weights(model)
+    write_as_published(model, folder)
+    return model
+
+
+def move_weights(model: torch.nn.Module) -> None:
+    """Move all weights at random: norms and biases begin all alike. Biases by which experts are chosen then lie near
+    their scores."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.05))
         for name, kept in [*model.named_buffers(), *model.named_parameters()]:
             if name.endswith("e_score_correction_bias"):
                 kept.copy_(0.1 * torch.randn_like(kept))
-    write_as_published(model, folder)
-    return model
 
 
 def write_as_published(model: Any, folder: Path) -> None:
