@@ -616,15 +616,34 @@ def _load_and_save(arguments: list[str], folder: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "named", "kind"), [("Phi-3", [], "phi3"), ("Llama 2", ["--hf-model-type", "iquestcoder"], "iquestcoder")]
+    ("name", "named", "kind", "said"),
+    [
+        ("Phi-3", "", "phi3", ""),
+        ("Llama 2", "--hf-model-type iquestcoder", "iquestcoder", ""),
+        (
+            "Llama 2",
+            "--hf-model-type qwen3",
+            "llama",
+            "as llama, and not by --hf-model-type qwen3: it has --qk-layernorm",
+        ),
+    ],
 )
 def test_a_run_is_exported_as_the_type_that_it_began_from_or_names(
-    name: str, named: list[str], kind: str, models: dict[str, Any], tmp_path: Path
+    name: str,
+    named: str,
+    kind: str,
+    said: str,
+    models: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A type whose shape the model does not have is named, with what it has."""
     saved, written = str(tmp_path / "saved"), tmp_path / "hf"
-    run_ranks(1, _load_and_save, flags(["--load-hf", str(models[name][0]), *named]), saved)
+    run_ranks(1, _load_and_save, flags(["--load-hf", str(models[name][0]), *named.split()]), saved)
     assert convert(["to-hf", "--load", saved, "--save", str(written), "--no-verify"]) == 0
     assert json.loads((written / "config.json").read_text())["model_type"] == kind
+    printed = "".join(capsys.readouterr())
+    assert (said in printed) if said else ("--hf-model-type" not in printed)
 
 
 @pytest.mark.full

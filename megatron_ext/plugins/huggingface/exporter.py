@@ -32,13 +32,15 @@ from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, WIDTH, converted
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
 from megatron_ext.checkpoint.safetensors import Entry
 from megatron_ext.config.parse.options import flag_of
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, flags_of
 from megatron_ext.durable import replace_text, sync
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.markup import code, table
 from megatron_ext.parts.catalogue import count
 from megatron_ext.plugins.families.family import Family
+from megatron_ext.plugins.families.flags import FamilyFlags
 from megatron_ext.plugins.families.hf_config import hf_config, unsaid_dropouts
+from megatron_ext.plugins.families.registry import FAMILIES, obstacles
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, RowRange, copies, state_dict_mapping
 from megatron_ext.plugins.huggingface.forms import is_stored
 from megatron_ext.plugins.huggingface.huggingface_folder import INDEX, SINGLE, vectors_as_rows
@@ -92,6 +94,7 @@ def export_huggingface(
     """
     family, config = source.written
     source.check()
+    _warn_of_another_type(config, family)
     if config != source.config:
         warn(
             f"{family.model_type} has no depths of multi-token prediction: those of --mtp-num-layers "
@@ -336,6 +339,16 @@ def _write_companions(folder: Path, source: SavedModel, family: Family, code: st
             "flag to go on with it from this folder"
         )
     replace_text(folder / "README.md", _model_card(source, family, code))
+
+
+def _warn_of_another_type(config: Config, family: Family) -> None:
+    """Warn where the model does not have the shape of the type that it began from or that was asked for."""
+    named = flags_of(config.checkpoint, FamilyFlags).hf_model_type
+    known = FAMILIES.get(named or "")
+    if named is None or known is family:
+        return
+    why = "this version does not write it" if known is None else f"it has {', '.join(obstacles(config, known))}"
+    warn(f"the model is exported as {family.model_type}, and not by --hf-model-type {named}: {why}")
 
 
 def _copy(source: SavedModel, folder: Path, names: Sequence[str]) -> list[str]:
