@@ -480,7 +480,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "LFM2 with biases": {
         **{"model_type": "lfm2", **_PLAIN, "num_hidden_layers": 2, "full_attn_idxs": [0], "conv_L_cache": 5},
-        "num_key_value_heads": 3,
+        "num_key_value_heads": 2,
         "pad_token_id": None,
         **{"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
     },
