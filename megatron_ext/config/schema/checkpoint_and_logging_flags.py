@@ -32,7 +32,7 @@ class CheckpointConfig:
     )
     save_interval: int | None = free(
         None,
-        "Steps between two checkpoints; without it only the end is saved.",
+        "Save a checkpoint every N steps; without it only the end is saved.",
         at_least=1,
         aliases=("--persistent-save-interval",),
         read_with=_SAVES,
