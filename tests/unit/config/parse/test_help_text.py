@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def test_help_shows_the_flags_that_most_launches_use_and_help_all_shows_every_fl
 def test_usual_flags_are_counted_from_recorded_launches() -> None:
     """Configurations of Megatron-LM differ little from each other: they and other groups' scripts count half each."""
     recorded = Recorded.read()
-    shares: Counter[str] = Counter()
+    shares: dict[str, float] = defaultdict(float)
     for launches in (recorded.configurations | recorded.examples, other_launches()):
         for words in launches.values():
             for flag in _fields_of(words) - FIRST_TRY:
