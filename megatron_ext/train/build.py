@@ -49,7 +49,8 @@ from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.extensions import NONE, OWN_IDS, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
-from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run, TrainState
+from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run
+from megatron_ext.train.state import TrainState
 from megatron_ext.train.table_runtime import TableRuntime
 
 

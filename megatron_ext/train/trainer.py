@@ -12,7 +12,8 @@ from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCu
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import Evaluated
 from megatron_ext.train.deferred_reads import Guard, can_read_late
-from megatron_ext.train.run import Position, Run
+from megatron_ext.train.run import Run
+from megatron_ext.train.state import Position
 from megatron_ext.train.step import BatchLoss, StepResult, TakenStep, train_step
 from megatron_ext.train.step_allreduce import StopVotes
 
