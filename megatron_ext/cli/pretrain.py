@@ -148,7 +148,7 @@ def start(argv: Sequence[str], **own: Any) -> NoReturn:
     environment.take_ranks_of_mpi()
     if not _ANSWERED.isdisjoint(argv):
         read(argv)
-    from megatron_ext.resilience.launcher import watch_launcher
+    from megatron_ext.resilience.launcher_watch import watch_launcher
     from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 
     status = RunStatus(rank=environment.rank())

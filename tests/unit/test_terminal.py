@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.plugins.planner.simulated_timeline import equal_stages
-from megatron_ext.plugins.planner.timeline import COLOURS, as_text
+from megatron_ext.plugins.planner.timeline_text import COLOURS, as_text
 from megatron_ext.terminal import note, printable, say, survive_lost_output, tracked, warn
 from tests.support.syntax import nodes_of, source
 from tests.support.warm_python import warm_python
