@@ -207,8 +207,8 @@ def build_loaders(
     datasets = datasets_of_run(config, tokenizer, resume, extensions)
     wanted = samples_of_run(config).valid
     assert datasets.train is not None
-    there = [one for one in (datasets.train, datasets.valid, datasets.test) if one is not None]
-    from_store = any(is_url(source.name) for one in there for source in one.sources)
+    given = [one for one in (datasets.train, datasets.valid, datasets.test) if one is not None]
+    from_store = any(is_url(source.name) for one in given for source in one.sources)
 
     def loader(
         dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str], skipped: SkippedSamples = NOTHING
