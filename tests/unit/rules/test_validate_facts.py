@@ -221,7 +221,7 @@ FOUND = [
 
 @pytest.mark.parametrize(("line", "facts", "expected"), FOUND, ids=[f"{n} {row[0]}" for n, row in enumerate(FOUND)])
 def test_what_was_found_outside_of_the_flags_is_judged(line: str, facts: Facts, expected: list[str]) -> None:
-    """By the beginnings of the problems: tests/golden/problems.txt has whole sentences, where flags alone cause them."""
+    """By the beginnings of the problems: tests/golden/problems.txt has the sentences that flags alone cause."""
     problems_found = found(line, facts)
     assert len(problems_found) == len(expected)
     assert [text.startswith(begin) for text, begin in zip(problems_found, expected, strict=True)] == [True] * len(
