@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import load_problem
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
 from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived import newton_schulz
+from megatron_ext.config.derived import newton_schulz, overlapped_products
 from megatron_ext.config.derived.batch_size import samples_at_iteration, training_steps
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
 from megatron_ext.config.derived.optimizers import traits_of
@@ -243,6 +243,8 @@ def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
             for option in options()
             if option.unread_on_cpu and typed.values.get(option.name)
         ]
+    if config.layout.tp_comm_overlap and (reason := overlapped_products.in_the_way(config)) is not None:
+        warnings.append(f"--tp-comm-overlap changes nothing here: {reason}")
     if config.model.moe_grouped_gemm and (reason := _not_grouped(config)) is not None:
         warnings.append(f"--moe-grouped-gemm changes nothing here: {reason}")
     backend = typed.values.get("attention_backend", config.training.attention_backend)
