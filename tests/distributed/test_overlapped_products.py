@@ -22,8 +22,8 @@ EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-shared-expert-inte
 STEPS, MICROBATCHES, LAYERS = 2, 2, 2
 
 
-def _trained(flags: str) -> dict[str, Any]:
-    """Losses, gradient norms and weights of two steps, and the calls of the stand-ins."""
+def _trained(flags: str) -> tuple[list[Any], list[torch.Tensor], Counter[tuple[str, tuple[int, ...]]]]:
+    """Losses and gradient norms of two steps, the weights after them, and the calls of the stand-ins."""
     from megatron_ext import device
 
     here = device.install("cpu")
@@ -31,29 +31,25 @@ def _trained(flags: str) -> dict[str, Any]:
     from megatron_ext.train.configure import configure
     from megatron_ext.train.trainer import Trainer
     from tests.support import symmetric_memory
-    from tests.support.several_models import end_layout
 
-    found = {}
-    for name, flag in (("plain", ""), ("overlapped", "--tp-comm-overlap")):
-        with symmetric_memory.on_cpu_ranks():
-            run = build_run(configure(shlex.split(f"{BASE} {flags} {flag}")).config, here)
-            trainer = Trainer(run, [])
-            steps = [trainer.step() for _ in range(STEPS)]
-            weights = [weight.detach().clone() for chunk in run.chunks for weight in chunk.parameters()]
-            found[name] = [(step.loss, step.grad_norm) for step in steps], weights, Counter(symmetric_memory.calls)
-        end_layout()
-    return found
+    with symmetric_memory.on_cpu_ranks():
+        run = build_run(configure(shlex.split(f"{BASE} {flags}")).config, here)
+        trainer = Trainer(run, [])
+        steps = [trainer.step() for _ in range(STEPS)]
+    weights = [
+        main.detach().clone() for part in run.sharding.parts(run.optimizer) for _, main in part.main_parameters()
+    ]
+    return [(step.loss, step.grad_norm) for step in steps], weights, Counter(symmetric_memory.calls)
 
 
 def compared(world: int, flags: str) -> Counter[tuple[str, tuple[int, ...]]]:
     """Hold runs with and without the flag against each other, to the bit; return the calls of a rank."""
-    ranks = run_ranks(world, _trained, flags)
-    for found in ranks:
-        (plain, weights, none), (overlapped, also, _) = found["plain"], found["overlapped"]
-        assert plain == overlapped
-        assert all(map(torch.equal, weights, also))
+    plain, overlapped = (run_ranks(world, _trained, f"{flags} {flag}") for flag in ("", "--tp-comm-overlap"))
+    for (expected, weights, none), (steps, also, _) in zip(plain, overlapped, strict=True):
+        assert steps == expected
+        assert all(map(torch.equal, also, weights))
         assert not none
-    return ranks[0]["overlapped"][2]
+    return overlapped[0][2]
 
 
 def test_layers_overlap_with_the_numbers_of_plain_ones() -> None:
@@ -81,7 +77,7 @@ def test_layers_overlap_with_the_numbers_of_plain_ones() -> None:
         (4, f"{FUSED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
         (4, f"{FUSED} --pipeline-model-parallel-size 2"),
         (4, f"{LLAMA} --context-parallel-size 2"),
-        (2, "--use-torch-fsdp2"),
+        (4, "--use-torch-fsdp2"),
         (2, f"{LLAMA} --untie-embeddings-and-output-weights --linear-cross-entropy"),
     ],
 )
