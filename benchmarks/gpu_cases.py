@@ -183,8 +183,8 @@ def _smoke(device: str) -> list[Case]:
 def _operators(device: str) -> list[Case]:
     names = ["weight gradient", "loss", "padded vocabulary"]
     if device == "cuda":  # no Triton kernel runs on a CPU
-        names += ["norms", "heads", "SwiGLU", "cross-entropy", "ceilings"]
-    in_triton = ("norms", "heads", "SwiGLU", "cross-entropy")
+        names += ["norms", "heads", "SwiGLU", "cross-entropy", "updates", "ceilings"]
+    in_triton = ("norms", "heads", "SwiGLU", "cross-entropy", "updates")
     return [
         _helper(
             "gpu_operations.py", name, "operators", device, name, alone=True,

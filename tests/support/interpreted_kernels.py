@@ -487,3 +487,12 @@ def test_the_gpu_session_measures_them_beside_torchs(measured: Any, monkeypatch:
         assert 0.0 < ours < 0.01
         assert found[f"error beyond torch's, {name}"] == max(0.0, ours - plain)
         assert found[f"ms, {name}"] == found[f"ms, plain, {name}"] > 1.0, "as many results and gradients"
+
+
+def test_the_gpu_session_measures_updates_beside_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_operations, "_milliseconds", lambda call, _device: call() or 1.0)
+    found = gpu_operations.updates("cpu")
+    other = {name.removeprefix("other bits, "): bits for name, bits in found.items() if name.startswith("other bits")}
+    assert other.keys() == {"scale by 0.7", "scale by 1", "average by 0.001", "average by 0"}
+    assert [other[name] for name in ("scale by 0.7", "scale by 1", "average by 0")] == [0, 0, 0]
+    assert all(figure < 1e-6 for name, figure in found.items() if name.startswith("error"))
