@@ -215,6 +215,7 @@ def updates(device: str) -> dict[str, float]:
     """Return times of what our kernels over many tensors do and of torch's operations, and where their bits differ.
 
     Factor 1 and share 0 touch nothing: these times are a launch's, and a copy of the addresses."""
+    from megatron_ext.device.many_tensors import copy_
     from megatron_ext.device.triton import many_tensors
 
     matrices, vectors, shape = WEIGHTS[device]
@@ -229,7 +230,7 @@ def updates(device: str) -> dict[str, float]:
     operations: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any], tuple[float, ...]]] = {
         "scale": (
             lambda factor: many_tensors.scale_(tensors, factor),
-            lambda factor: torch._foreach_mul_(tensors, factor),
+            lambda factor: torch._foreach_mul_(tensors, factor),  # pyright: ignore[reportPrivateImportUsage]
             (0.7, 1.0),
         ),
         "average": (lambda share: many_tensors.lerp_(tensors, ends, share), lerp_each, (1e-3, 0.0)),
@@ -241,7 +242,7 @@ def updates(device: str) -> dict[str, float]:
             before = [one.clone() for one in tensors]
             plain(on_device)
             expected = [one.clone() for one in tensors]
-            torch._foreach_copy_(tensors, before)
+            copy_(tensors, before)
             ours(on_device)
             pairs = zip(tensors, expected, strict=True)
             apart = max(_error(got, known) for got, known in pairs)

@@ -1,19 +1,20 @@
 """Operations on many tensors at once, each one kernel on a GPU: what an update does to all weights."""
 
-from collections.abc import Sequence
-
 import torch
 
 from megatron_ext.device.triton import kernel_choice
 
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+"""What torch takes for a list of tensors."""
 
-def copy_(tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+
+def copy_(tensors: Tensors, sources: Tensors) -> None:
     """Copy each source into its tensor, of whatever type."""
     if tensors:
-        torch._foreach_copy_(tensors, sources)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+        torch._foreach_copy_(tensors, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def scale_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+def scale_(tensors: Tensors, factor: torch.Tensor) -> None:
     """Multiply the tensors, which are on one device, in place by a scalar in fp32, wherever that is.
 
     Our own kernel neither reads nor writes them where the scalar is 1; the host does not know whether it is.
@@ -29,7 +30,7 @@ def scale_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def lerp_(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], share: float | torch.Tensor) -> None:
+def lerp_(tensors: Tensors, ends: Tensors, share: float | torch.Tensor) -> None:
     """Move each tensor towards its end by a share of the difference: `torch.Tensor.lerp_` of each.
 
     Args:
@@ -40,7 +41,7 @@ def lerp_(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], share: 
     if not tensors:
         return
     if not isinstance(share, torch.Tensor):
-        torch._foreach_lerp_(tensors, ends, share)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+        torch._foreach_lerp_(tensors, ends, share)  # pyright: ignore[reportPrivateImportUsage]
     elif _takes([*tensors, *ends, share]):
         from megatron_ext.device.triton import many_tensors
 
@@ -50,6 +51,6 @@ def lerp_(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], share: 
             tensor.lerp_(end, share)
 
 
-def _takes(tensors: Sequence[torch.Tensor]) -> bool:
+def _takes(tensors: Tensors) -> bool:
     """Return whether our own kernels compute: they go over memory without gaps, in fp32."""
     return kernel_choice.take(tensors[0]) and all(one.dtype == torch.float32 and one.is_contiguous() for one in tensors)

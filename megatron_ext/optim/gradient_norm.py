@@ -26,9 +26,7 @@ def replace_loops() -> None:
         clip_grads.l2_norm_impl = l2_norm
 
 
-def copy_each(
-    this: Sequence[torch.Tensor], that: Sequence[torch.Tensor], overflow_buf: torch.Tensor | None = None
-) -> None:
+def copy_each(this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: torch.Tensor | None = None) -> None:
     """Copy each tensor of `this` into its counterpart of `that`, of whatever type, and say that nothing overflowed."""
     if overflow_buf is not None:
         overflow_buf.zero_()

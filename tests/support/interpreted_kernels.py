@@ -423,7 +423,8 @@ def test_many_tensors_are_scaled_unless_by_one(factor: float, many: Elements) ->
     tensors, share = parts_of_a_buffer(0), torch.tensor(factor)
     whole = torch.as_strided(tensors[0], (sum(one.numel() + 1 for one in tensors),), (1,), 0)
     expected = whole.clone()
-    torch._foreach_mul_([expected.as_strided(one.shape, one.stride(), one.storage_offset()) for one in tensors], share)
+    for one in tensors:
+        expected.as_strided(one.shape, one.stride(), one.storage_offset()).mul_(share)
     many_kernels.scale_(tensors, share)
     assert torch.equal(whole, expected)
     elements, programs = sum(one.numel() for one in tensors), len(tensors) * 3

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 
 from megatron_ext.device.cpu import CpuDevice
 

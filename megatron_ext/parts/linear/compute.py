@@ -69,7 +69,7 @@ class ColumnLinear(ColumnParallelLinear):
             return _GatheredLinear.apply(input, weight, settings["bias"], self.tp_group)  # pyright: ignore
         if self.overlaps and settings["sequence_parallel"]:
             adds = overlapped.adds_to(weight, self.gradient_accumulation_fusion)
-            return overlapped.column_parallel(input, weight, settings["bias"], self.tp_group, adds)
+            return overlapped.column_parallel(input, weight, settings["bias"], settings["tp_group"], adds)
         return super()._forward_impl(input, weight, **settings)
 
 
@@ -135,7 +135,8 @@ class RowLinear(RowParallelLinear):
         """Return Y, and the bias if it must be added once, after the sum. input_: [..., this rank's columns of A]."""
         if self.overlaps and self.sequence_parallel and not self.explicit_expert_comm:
             adds = overlapped.adds_to(self.weight, self.gradient_accumulation_fusion)
-            output = overlapped.row_parallel(input_, self.weight, self.tp_group, adds)
+            group: Any = self.tp_group
+            output = overlapped.row_parallel(input_, self.weight, group, adds)
             if self.skip_bias_add:
                 return output, self.bias
             return output if self.bias is None else output + self.bias, None
