@@ -101,15 +101,16 @@ def _on_a_cpu() -> list[str]:
     here = device.install("cpu")
     from megatron_ext.config.resolve import Facts
     from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
+    from megatron_ext.rules.warnings import warnings_of
     from megatron_ext.train.build import build_run
-    from megatron_ext.train.configure import configure, warnings_of_flags
+    from megatron_ext.train.configure import configure
 
     told: list[str] = []
     terminal.warn = told.append  # pyright: ignore[reportAttributeAccessIssue]
     for device_flag in ("cpu", "auto"):
         flags = f"{BASE} --tp-comm-overlap".replace("--device cpu", f"--device {device_flag}")
         configured = configure(shlex.split(flags))
-        told += warnings_of_flags(configured.command_line, configured.config, Facts())
+        told += warnings_of(configured.command_line.values, configured.config, Facts())
         run = build_run(configured.config, here)
         linears = [one for chunk in run.chunks for one in chunk.modules() if isinstance(one, ColumnLinear | RowLinear)]
         assert linears
