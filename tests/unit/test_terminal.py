@@ -85,7 +85,7 @@ def test_long_work_has_the_last_line_of_a_terminal_until_it_is_done() -> None:
     shown = os.read(ours, 10_000).decode()
     os.close(ours)
     for done in (1, 2, 3):
-        assert f"\r\x1b[Kwork: {done} of 4, 0:0" in shown
+        assert f"\r\x1b[Kwork [{6 * done * '#':-<24}] {done} of 4, 0:0" in shown
     assert shown.endswith("\x1b[Kdone\r\n")
 
 
