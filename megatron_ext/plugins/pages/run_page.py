@@ -47,6 +47,7 @@ def run_page(
     layout: LayoutConfig | None = None,
     starts: Sequence[Start] = (),
     files: Sequence[str] = (),
+    following: Sequence[str] = (),
 ) -> str:
     """Return the page as text.
 
@@ -57,6 +58,7 @@ def run_page(
         layout: the layout that is drawn.
         starts: the recorded starts of the run, oldest first; the page has their commands.
         files: paths that the page links to, as seen from its folder.
+        following: commands that a reader may start next.
     """
     extras = _extras(history)
     charts = [
@@ -87,6 +89,8 @@ def run_page(
         body.append(wide("Command", _commands(starts)))
     if files:
         body.append(wide("Files", *(element("p", element("a", file, href=quote(file))) for file in files)))
+    if following:
+        body.append(wide("Next", *(element("pre", command) for command in following)))
     styles = [layout_picture.STYLE] * (layout is not None)
     return page(title, [*facts, *summary(history), *_said(extras)], body, style="".join(styles))
 

@@ -21,6 +21,7 @@ from megatron_ext.plugins.pages.commands import show_run
 from megatron_ext.plugins.pages.loss_curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.plugins.pages.run_page import run_page, runs_page
 from megatron_ext.plugins.prove.commands import compare_runs
+from megatron_ext.telemetry.commands_file import Start
 from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from tests.support.pages import HOSTILE, elements
@@ -507,3 +508,26 @@ def test_runs_are_named_by_what_their_paths_do_not_share(tmp_path: Path, capsys:
     ]
     assert len(found) == 2
     assert found[0] == found[1], "equal losses lie on each other"
+
+
+def test_a_page_has_the_commands_of_the_starts_and_those_that_may_follow() -> None:
+    """Equal ones in a row once; hostile words are text."""
+    begun = [
+        Start(f"2026-11-2{day}T17:30:14+00:00", ranks, f"megatron-ext pretrain --lr {rate} '<b>'")
+        for day, ranks, rate in (
+            (1, 1, 0.1),
+            (2, 1, 0.1),
+            (3, 8, 0.1),
+            (4, 8, 0.2),
+        )
+    ]
+    page = run_page(of_rows({}), "run", starts=begun, following=["megatron-ext show a"])
+    assert elements(page)
+    commands = page.partition("<h2>Command</h2>")[2]
+    assert re.findall("<p>(.*?)</p>", commands) == [
+        "2026-11-21 17:30 UTC, 1 rank",
+        "2026-11-23 17:30 UTC, 8 ranks",
+        "2026-11-24 17:30 UTC, 8 ranks",
+    ]
+    shown = [html.unescape(command) for command in re.findall("<pre>(.*?)</pre>", commands)]
+    assert shown == [*(start.command for start in (begun[0], begun[2], begun[3])), "megatron-ext show a"]

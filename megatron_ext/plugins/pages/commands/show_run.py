@@ -33,6 +33,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--files", nargs="+", default=[], metavar="FILE", help="with --html and one run: what it links to"
     )
+    parser.add_argument(
+        "--next", nargs="+", default=[], metavar="COMMAND", help="with --html and one run: commands that it ends with"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the training losses")
     options = parser.parse_args(argv)
     runs = {name: read_history(run) for name, run in named(options.runs).items()}
@@ -44,7 +47,7 @@ def main(argv: list[str]) -> int:
         say("\n".join(summary(history)))
     if options.html is not None:
         files = [os.path.relpath(file, options.html.parent) for file in options.files]
-        write_output("--html", options.html, _page(runs, options.runs[0], files))
+        write_output("--html", options.html, _page(runs, options.runs[0], files, options.next))
         say(f"page             {options.html}")
     if options.svg is not None:
         write_output("--svg", options.svg, losses_picture(runs))
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _page(runs: dict[str, RunHistory], first: Path, files: list[str]) -> str:
+def _page(runs: dict[str, RunHistory], first: Path, files: list[str], following: list[str]) -> str:
     if len(runs) > 1:
         return runs_page(runs)
     [(name, history)] = runs.items()
@@ -62,7 +65,13 @@ def _page(runs: dict[str, RunHistory], first: Path, files: list[str]) -> str:
     if layout is not None and prod(axis_sizes(layout)) != ranks:
         layout = None  # of a checkpoint that the latest ranks did not write
     return run_page(
-        history, name, facts=_facts(first, config), layout=layout, starts=starts(_folder(first)), files=files
+        history,
+        name,
+        facts=_facts(first, config),
+        layout=layout,
+        starts=starts(_folder(first)),
+        files=files,
+        following=following,
     )
 
 
