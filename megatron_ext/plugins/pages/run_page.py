@@ -7,6 +7,7 @@ Shows several runs on one HTML page: each chart has a line for every run, in the
 import bisect
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
@@ -268,12 +269,17 @@ def _samples(history: RunHistory) -> Content:
         *(
             joined(
                 element("p", f"iteration {rows[index]['iteration']}"),
-                element("pre", element("span", sample["prompt"], class_="prompt"), sample["text"]),
+                element("pre", element("span", sample["prompt"], class_="prompt"), _shorter(sample["text"])),
             )
             for index in sorted({0, len(rows) // 2, len(rows) - 1})
             for sample in rows[index]["samples"]
         ),
     )
+
+
+def _shorter(text: str) -> str:
+    """Return a text with a note in the place of many empty lines, of which a young model writes pages."""
+    return re.sub(r"\n{4,}", lambda found: f"\n[{len(found[0]) - 1} empty lines]\n", text)
 
 
 def _chart(name: str, unit: str, series: list[Series]) -> Markup:

@@ -531,3 +531,10 @@ def test_a_page_has_the_commands_of_the_starts_and_those_that_may_follow() -> No
     ]
     shown = [html.unescape(command) for command in re.findall("<pre>(.*?)</pre>", commands)]
     assert shown == [*(start.command for start in (begun[0], begun[2], begun[3])), "megatron-ext show a"]
+
+
+def test_empty_lines_of_a_sample_are_counted_in_the_place_of_many() -> None:
+    texts = ("a\n\nb", "a\n\n\n\n\nb")
+    rows = [{"iteration": at, "samples": [{"prompt": "", "text": text}]} for at, text in enumerate(texts)]
+    page = run_page(RunHistory([GOOD], [], samples=rows), "run")
+    assert [f"</span>{text}</pre>" in page for text in ("a\n\nb", "a\n[4 empty lines]\nb")] == [True, True]
