@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_ext.durable import only_files
-from megatron_ext.untrusted.text import TextError, fields, integer, load_json, read_file, text
+from megatron_ext.untrusted.text import TextError, load_json, read_file
+from megatron_ext.untrusted.values import fields, integer, text
 
 NAME = "commands.jsonl"
 _MOST_BYTES = 1 << 24
