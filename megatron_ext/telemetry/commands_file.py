@@ -33,7 +33,7 @@ class Start:
     command: str
 
 
-def record(save: str | Path, words: Sequence[str], ranks: int) -> None:
+def record_start(save: str | Path, words: Sequence[str], ranks: int) -> None:
     """Append this start of a run; a folder that cannot be written is left to the first save, which reports it.
 
     Args:

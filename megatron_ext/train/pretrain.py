@@ -428,4 +428,4 @@ def _claim(configured: Configured, status: RunStatus) -> None:
         status.save = None  # the folder is another run's: leave no record in it
         raise
     exit_record.clear(save)
-    commands_file.record(save, configured.typed.words, configured.config.layout.world_size)
+    commands_file.record_start(save, configured.typed.words, configured.config.layout.world_size)
