@@ -4,9 +4,9 @@
 # says what changed, by name. The project's own environment stays as it is.
 #   bash tools/next_versions.sh                                        the newest of five libraries, in a temporary folder
 #   bash tools/next_versions.sh --torch 2.13.0 --megatron-core 0.18.2  these two, and the newest of the other three
-#   bash tools/next_versions.sh --folder DIR                           keeps the environment in DIR (from the root of the repository), and uses it again
+#   bash tools/next_versions.sh --folder DIR                           keeps the environment in DIR, for the next time
 # Exit codes: 0 nothing changed, 1 something did, 64 the flags or the versions cannot work.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source tools/environment.sh requirements-dev.txt
+source tools/environment.sh --no-install
 PYTHONPATH="$PWD" exec python -m tests.support.next_versions "$@"

@@ -6,7 +6,6 @@ docs/libraries.md names. What must be the same is what tests pin for the install
 rows agree with one process, losses are the ones of tests/golden/losses.
 """
 
-import itertools
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -101,8 +100,15 @@ def versions_of(python: Path) -> dict[str, str]:
 
 def changed_versions(found: Mapping[str, str]) -> list[str]:
     """Return a line for each package whose version is another one than is installed here."""
-    here = {name: version(name) for name in found}
+    here = {name: _installed(name) for name in found}
     return [f"{name} {here[name]} -> {new}" for name, new in found.items() if new != here[name]]
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "(none)"
 
 
 def run_tests(python: Path, title: str, tests: Sequence[str]) -> Compared:
@@ -143,7 +149,9 @@ def _reason(message: str, text: str) -> str:
     first = message.strip().split("\n")[0]
     said = own[-1] if own and not first.startswith(("Failed", "AssertionError")) else first
     said = said.removeprefix("Failed: ")
-    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
+    used = re.search(r"^Used at .*", message, re.MULTILINE)  # of a canary
+    said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
+    return said if used is None else f"{said.rstrip('.')}. {used[0]}"
 
 
 def compare_losses(python: Path, versions: Mapping[str, str]) -> Compared:
@@ -189,13 +197,14 @@ def tests_of_the_page() -> list[str]:
 
 def lines(changed: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield a line for each thing that changed; things that changed in the same way are named after one line."""
-    in_order = sorted(changed, key=lambda one: one[1])
-    for how, same in itertools.groupby(in_order, key=lambda one: one[1]):
-        names = [name for name, _ in same]
-        if len(names) == 1:
-            yield f"{names[0]}: {how}"
+    names: dict[str, list[str]] = {}
+    for name, how in changed:
+        names.setdefault(how, []).append(name)
+    for how, same in names.items():
+        if len(same) == 1:
+            yield f"{same[0]}: {how}"
         else:
-            yield from (f"{len(names)} of them: {how}", *(f"  {name}" for name in names))
+            yield from (f"{len(same)} of them: {how}", *(f"  {name}" for name in same))
 
 
 def _tell(compared: Compared) -> None:

@@ -19,7 +19,7 @@ from megatron.core.datasets import blended_megatron_dataset_builder
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.moe import moe_utils
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ext import pipeline_tables
 from megatron_ext.model.config import transformer_config
@@ -171,7 +171,7 @@ def test_behaviour(name: str, tmp_path: Path) -> None:
     except Exception as error:
         text = str(error).partition("\n")[0]
         pytest.fail(
-            f"{name}: no more ({type(error).__name__}: {text}).\nmegatron_ext/{behaviour.relied_on_by} relies on it",
+            f"{name}: no more ({type(error).__name__}: {text}).\nUsed at megatron_ext/{behaviour.relied_on_by}",
             pytrace=False,
         )
 
