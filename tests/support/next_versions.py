@@ -22,6 +22,7 @@ from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import ConfigurationError
 from tests.support.losses import golden, layouts
 from tests.support.losses.commits import ROOT, cpu_kind, run_jobs, scratch_folder
+from tests.support.parity_rows import FIRST
 
 NEWEST = ("torch", "megatron-core", "transformers", "emerging-optimizers", "fla-core")
 """Libraries that are taken in their newest version unless a flag names another one."""
@@ -127,19 +128,26 @@ def run_tests(python: Path, title: str, tests: Sequence[str]) -> Compared:
             reason = _reason("", "\n".join(said)) or f"pytest ended with exit code {ended.returncode}"
             return Compared(title, len(tests), [("all of them", reason)])
         cases = [*ElementTree.parse(report).iter("testcase")]
-    failed = [one for case in cases for one in failures(case)]
-    skipped = [f"{case.get('name')} is skipped" for case in cases if case.find("skipped") is not None]
-    return Compared(title, len(cases), failed, skipped)
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return Compared(title, len(cases), [*failures(cases)], [f"skipped: {skipped}"] * bool(skipped))
 
 
-def failures(case: ElementTree.Element) -> Iterator[tuple[str, str]]:
-    """Yield how a test case of a JUnit report failed: its name, or the name of its parameter, and the reason."""
-    name = case.get("name") or case.get("classname") or ""  # a file that cannot be imported has no name of a test
-    name = name.partition("[")[2].removesuffix("]") or name
-    for kind in ("failure", "error"):
-        for found in case.iter(kind):
-            reason = _reason(found.get("message") or "", found.text or "")
-            yield name, reason.removeprefix(name).lstrip(": ")
+def failures(cases: Sequence[ElementTree.Element]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each case of a JUnit report that failed, and the reason.
+
+    The name of a case of a test with parameters is the parameter's where the reason begins with that, as for canaries,
+    and where all cases are of one test.
+    """
+    names = [case.get("name") or case.get("classname") or "" for case in cases]
+    is_one_test = len({name.partition("[")[0] for name in names}) == 1
+    for name, case in zip(names, cases, strict=True):
+        parameter = name.partition("[")[2].removesuffix("]")
+        for kind in ("failure", "error"):
+            for found in case.iter(kind):
+                reason = _reason(found.get("message") or "", found.text or "")
+                is_named = bool(parameter) and (is_one_test or reason.startswith(parameter))
+                told = parameter if is_named else name
+                yield told, reason.removeprefix(told).lstrip(": ")
 
 
 def _reason(message: str, text: str) -> str:
@@ -181,11 +189,6 @@ def compare_losses(python: Path, versions: Mapping[str, str]) -> Compared:
 
 def parity_rows(count: int) -> list[str]:
     """Return the tests of the rows of docs/parity.md that add most choices of layouts and models, one by one."""
-    from megatron_ext import device
-
-    device.install("cpu")
-    from tests.parity.test_matrix import FIRST
-
     return [f"{PARITY}[{name}]" for name in FIRST[:count]]
 
 

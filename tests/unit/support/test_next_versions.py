@@ -46,7 +46,7 @@ def test_versions_are_compared_with_the_installed_ones() -> None:
 def test_the_reason_of_a_failure_is_the_line_that_says_most(message: str, text: str, expected: str) -> None:
     case = ElementTree.Element("testcase", {"name": "test_canary[torch.one]"})
     ElementTree.SubElement(case, "failure", {"message": message}).text = text
-    assert list(next_versions.failures(case)) == [("torch.one", expected)]
+    assert list(next_versions.failures([case])) == [("torch.one", expected)]
 
 
 PLANTED = """
@@ -74,7 +74,7 @@ def test_tests_that_fail_are_named_with_the_reason(tmp_path: Path) -> None:
     planted.write_text(PLANTED)
     found = next_versions.run_tests(HERE, "planted", [str(planted)])
     assert found.total == 6
-    assert list(found.notes) == ["test_skipped is skipped"]
+    assert list(found.notes) == ["skipped: 1"]
     assert list(next_versions.lines(found.changed)) == [
         "2 of them: does not exist.",
         "  torch.one",
