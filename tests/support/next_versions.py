@@ -123,13 +123,13 @@ def run_tests(python: Path, title: str, tests: Sequence[str]) -> Compared:
             [*command, f"--junitxml={report}", *tests],
             cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if not report.exists():
-            said = (ended.stdout + ended.stderr).strip().splitlines()[-15:]
-            reason = _reason("", "\n".join(said)) or f"pytest ended with exit code {ended.returncode}"
-            return Compared(title, len(tests), [("all of them", reason)])
-        cases = [*ElementTree.parse(report).iter("testcase")]
+        cases = [*ElementTree.parse(report).iter("testcase")] if report.exists() else []
+    failed = [*failures(cases)]
+    if ended.returncode and not failed:  # it could not begin, a test is not there, or the process died
+        said = "\n".join((ended.stdout + ended.stderr).strip().splitlines()[-15:])
+        failed = [("all of them", _reason("", said) or f"pytest ended with exit code {ended.returncode}: {said}")]
     skipped = sum(case.find("skipped") is not None for case in cases)
-    return Compared(title, len(cases), [*failures(cases)], [f"skipped: {skipped}"] * bool(skipped))
+    return Compared(title, len(cases), failed, [f"skipped: {skipped}"] * bool(skipped))
 
 
 def failures(cases: Sequence[ElementTree.Element]) -> Iterator[tuple[str, str]]:
@@ -172,7 +172,7 @@ def compare_losses(python: Path, versions: Mapping[str, str]) -> Compared:
     expected: golden.Losses = kept.pop("losses")
     same = kept == {**{name: versions[name] for name in ("torch", "megatron-core")}, "cpu": cpu_kind()}
     found: golden.Losses = {}
-    changed = []
+    changed: list[tuple[str, str]] = []
     with scratch_folder() as scratch:
         for result in run_jobs(ROOT, [*layouts.golden_jobs().values()], scratch, workers=1, python=str(python)):
             if "failed" in result:
@@ -181,7 +181,9 @@ def compare_losses(python: Path, versions: Mapping[str, str]) -> Compared:
                 found[result["name"]] = golden.losses_of(result)
     known = {name: expected[name] for name in found}
     total = sum(len(numbers) for fields in expected.values() for numbers in fields.values())
-    changed += [line.split(": ", 1) for line in golden.differences(known, found, 0.0 if same else golden.TOLERANCE)]
+    for line in golden.differences(known, found, 0.0 if same else golden.TOLERANCE):
+        name, _, how = line.partition(": ")
+        changed.append((name, how))
     bits = len([*golden.differences(known, found, 0.0)])
     notes = [f"{bits} numbers have other bits; a change is more than {golden.TOLERANCE:g} of a number"] * bool(found)
     return Compared("golden losses", total, changed, [] if same else notes)

@@ -91,6 +91,10 @@ def test_a_run_that_cannot_begin_is_a_change(tmp_path: Path) -> None:
     planted.write_text(PLANTED)
     found = next_versions.run_tests(HERE, "planted", [str(planted)])
     assert found.changed == [("all of them", "ModuleNotFoundError: No module named 'megatron.no_such_module'")]
+    (tmp_path / "conftest.py").unlink()
+    [(name, how)] = next_versions.run_tests(HERE, "planted", [f"{planted}::test_of_yesterday"]).changed
+    assert name == "all of them"
+    assert how.startswith("pytest ended with exit code 4: ")
 
 
 def test_rows_and_tests_of_the_page_are_tests() -> None:
