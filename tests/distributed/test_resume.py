@@ -139,3 +139,33 @@ def test_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None
     if "fp16" in case:
         assert first[0].skipped > 0
         assert 0 < second[0].skipped < 5
+
+
+def _decays(flags: list[str], load: str | None, save: str | None) -> list[float]:
+    """Return the largest weight decay of the optimizer's groups in each of three steps."""
+    from megatron_ext import device
+    from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
+    from megatron_ext.checkpoint.native.save import save_checkpoint
+    from megatron_ext.train.build import build_run
+    from megatron_ext.train.configure import configure
+    from megatron_ext.train.trainer import Trainer
+
+    run = build_run(configure([*flags, "--device", "cpu"]).config, device.install("cpu"))
+    if load is not None:
+        load_checkpoint(run, load)
+    trainer, found = Trainer(run, []), []
+    for _ in range(3):
+        trainer.step()
+        found.append(max(group["weight_decay"] for group in run.optimizer.param_groups))
+    if save is not None:
+        save_checkpoint(run, save)
+    run.loaders.close()
+    return found
+
+
+def test_a_resumed_run_has_the_weight_decay_of_its_flags(tmp_path: Path) -> None:
+    """megatron-core's scheduler, loaded, goes back to the checkpoint's from its second step on."""
+    flags = [*MODEL, *GPT2, *shlex.split("--micro-batch-size 2 --global-batch-size 4 --train-iters 9 --lr 1e-3")]
+    flags += ["--eval-interval", "0", "--weight-decay"]
+    assert run_ranks(1, _decays, [*flags, "0.1"], None, str(tmp_path)) == [[0.1] * 3]
+    assert run_ranks(1, _decays, [*flags, "0.5"], str(tmp_path), None) == [[0.5] * 3]

@@ -307,6 +307,7 @@ def test_an_unknown_type_is_refused_with_every_type_the_nearest_and_the_page(tmp
         "llama4_txt": "llama4_text",
         "qwen3_mo": "qwen3_moe",
     }
+    assert 'model_type "hy_v4" is not supported' in refused("hy_v4")
     for kind, near in nearest.items():
         assert f'model_type "{kind}" is not supported (the nearest is {near}); use one of ' in refused(kind)
     said = refused(None)

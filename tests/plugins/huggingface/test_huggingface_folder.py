@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megatron_ext.checkpoint.safetensors import Entry, create
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plugins.families.registry import FAMILIES
 from megatron_ext.plugins.huggingface import huggingface_folder as hf_folder
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
+from tests.support.hf_shapes import MODELS
 
 
 def _folder(**dtypes: str) -> Any:
@@ -88,3 +91,19 @@ def test_the_single_file_is_read_next_to_an_index(tmp_path: Path) -> None:
         assert f"model.safetensors is read, as by transformers, and not {shards[0]}" in remark
     (tmp_path / hf_folder.INDEX).write_text("{")
     assert HFFolder(tmp_path).remarks == []
+
+
+def test_a_folder_whose_weights_are_a_file_of_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Llama 2"]))
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises(ConfigurationError, match="safetensors"):
+        HFFolder(tmp_path)
+
+
+def test_a_weight_of_a_type_that_has_no_sign_is_refused_by_name(tmp_path: Path) -> None:
+    """Of float8_e8m0fnu, in which torch makes 1 of -1."""
+    tensors = {"model.embed_tokens.weight": torch.ones(4, 3).to(torch.float8_e8m0fnu)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Llama 2"]))
+    with pytest.raises((ConfigurationError, DataError), match="F8_E8M0"):
+        HFFolder(tmp_path)

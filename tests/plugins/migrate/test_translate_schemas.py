@@ -156,6 +156,25 @@ def test_rates_of_deepspeeds_warmup_come_one_update_later(kind: str, recorded: l
     assert [learning_rate(step, curve) for step in range(8)] == pytest.approx(recorded[1:], abs=1e-12)
 
 
+def test_deepspeeds_cosine_leaves_out_its_highest_rate() -> None:
+    """Recorded from lr_schedules.py of deepspeed 0.19.8: late in the warmup, and from then on at the same updates."""
+    recorded = [0.0, 0.0, 0.1, 0.2, 0.3, 0.341427214102, 0.20002, 0.058612785898, 4e-05, 4e-05]
+    params = {"total_num_steps": 8, "warmup_num_steps": 4, "warmup_type": "linear"}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.4}}
+    result = translate("deepspeed", {"optimizer": optimizer, "scheduler": {"type": "WarmupCosineLR", "params": params}})
+    curve = LearningRateCurve.from_config(resolve(parse([*BASE.split(), *result.words()]).values, Facts()))
+    ours = [learning_rate(step, curve) for step in range(10)]
+    assert [0, *ours[:4], *ours[5:]] == pytest.approx(recorded, abs=1e-12)
+    assert ours[4] == 0.4
+
+
+def test_a_window_of_a_loss_scale_is_translated_as_it_stands() -> None:
+    """DeepSpeed doubles one step later by the same number (`tests/unit/optim/test_loss_scale.py`)."""
+    result = translate("deepspeed", {"fp16": {"enabled": True, "loss_scale_window": 4}})
+    words = result.words()
+    assert words[words.index("--loss-scale-window") + 1] == "4"
+
+
 SIZES = [
     (source, key)
     for source, module in SOURCES.items()

@@ -59,8 +59,11 @@ def results(
             yield result["name"], result
 
 
-def run_jobs(tree: Path, jobs: list[Job], scratch: Path, workers: int) -> Iterator[Result]:
-    """Run jobs with the code in `tree`, in one process that forks their ranks, and yield the results as they come.
+def run_jobs(
+    tree: Path, jobs: list[Job], scratch: Path, workers: int, python: str = sys.executable
+) -> Iterator[Result]:
+    """Run jobs with the code in `tree`, in one process of `python` that forks their ranks, and yield the results as
+    they come.
 
     A process that ends early fails the jobs that it leaves.
     """
@@ -70,7 +73,7 @@ def run_jobs(tree: Path, jobs: list[Job], scratch: Path, workers: int) -> Iterat
         answers.touch()
         environment = {name: value for name, value in os.environ.items() if name not in _VARIABLES_OF_A_LAUNCHER}
         environment |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", run.__file__, str(tree), str(asked), str(answers), str(workers)]
+        command = [python, "-P", run.__file__, str(tree), str(asked), str(answers), str(workers)]
         with log.open("wb") as output, answers.open() as lines:
             process = subprocess.Popen(
                 command, cwd=scratch, env=environment, stdout=output, stderr=output, start_new_session=True

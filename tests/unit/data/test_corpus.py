@@ -65,6 +65,18 @@ def test_sample_order_is_megatron_cores(tmp_path: Path):
     assert sources == {f"{a}.bin", f"{b}.bin"}
 
 
+@pytest.mark.parametrize("order", ["formula", "shuffled"])
+def test_ten_samples_of_a_blend_are_ten(order: str, tmp_path: Path):
+    """megatron-core asks the three files for 8, 3 and 2 samples: more than are trained."""
+    files = [write(tmp_path / name, 60 * number, 40) for number, name in enumerate("abc")]
+    blend = [word for pair in zip(("0.7", "0.2", "0.1"), files, strict=True) for word in pair]
+    dataset = build(
+        config(tmp_path, data_path=tuple(blend), split="100,0,0", data_order=order), train=10, valid=0
+    ).train
+    sources = [describe_sample(dataset, number).split(" of ")[1] for number in range(10)]
+    assert [sources.count(f"{file}.bin") for file in files] == [7, 2, 1]
+
+
 class _CoreTokenizer:
     vocab_size, eod, pad, unique_identifiers = 257, 256, -1, {"type": "bytes"}
 

@@ -339,3 +339,13 @@ def test_what_counts_on_the_host_or_is_of_another_package_is_not_masked() -> Non
     short = OptimizerConfig(optimizer="adam", exp_avg_dtype="bf16")
     assert not is_maskable(torch_optimizer(short)(_made("adam")[0]), short)
     assert not is_maskable(OfAPackage(_made("adam")[0], {}), settings["adam"])
+
+
+def test_an_optimizer_of_megatrons_package_is_a_choice_or_refused_by_name() -> None:
+    """megatron-core takes the names of emerging-optimizers that it registers, and no others."""
+    registry = pytest.importorskip("emerging_optimizers").registry  # it needs Triton
+    names = {*registry.get_optimizer_name_list(), "psgd_pro", "oblique_adam", "oblique_sgd"}
+    assert names & {*OPTIMIZERS}
+    for name in names - {*OPTIMIZERS}:
+        with pytest.raises(ConfigurationError, match=f"--optimizer.*{name}"):
+            parse(["--optimizer", name])

@@ -13,6 +13,7 @@ from megatron_ext.parts.experts import compute
 from megatron_ext.parts.experts.compute import GroupedExperts, rows_of_biases
 from megatron_ext.parts.experts.describe import Capacity
 from megatron_ext.parts.experts.router import Router, preferred, sparsely_mixed
+from tests.support.small_models import LLAMA, build_small_model, small_config
 
 
 def _router(topk: int, training: bool) -> Any:
@@ -156,3 +157,23 @@ def test_experts_are_as_wide_as_the_ranks_that_divide_experts_leave(gated: bool)
     assert experts.local_experts == range(2, 4)
     assert experts.linear_fc1.weight.shape == (2, 8 if gated else 4, 6)
     assert experts.linear_fc2.weight.shape == (2, 6, 4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_mask_of_padding_is_handed_to_a_router(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's z-loss leaves out the tokens of such a mask, its balancing loss all others."""
+    masks: list[Any] = []
+    routing = TopKRouter.routing
+
+    def recorded(router: TopKRouter, logits: torch.Tensor, *masked: Any, **named: Any) -> Any:
+        masks.extend([*masked, *named.values()])
+        return routing(router, logits, *masked, **named)
+
+    monkeypatch.setattr(TopKRouter, "routing", recorded)
+    mixture = {"num_experts": 4, "moe_z_loss_coeff": 0.1, "moe_aux_loss_coeff": (0.1,), "moe_router_topk": 2}
+    config = small_config({**LLAMA, **mixture, "num_layers": 2, "num_query_groups": 2, "hidden_dropout": 0.0})
+    [model], _ = build_small_model(config)
+    ids = torch.arange(16).view(1, 16)
+    positions = ids % 8 if packed else ids
+    model(ids, positions, None, labels=ids, loss_mask=torch.ones(1, 16))
+    assert masks == [None] * 2
