@@ -20,10 +20,12 @@ def problem_of_folder(folder: str) -> str | None:
 def model_can_be_exported(config: Config, facts: Facts) -> Iterator[str]:
     """Require a model that a family of Hugging Face has, where it is to be exported at the end."""
     folder = flags_of(config.checkpoint, ExportFlags).export_hf_at_end
-    if folder is None or config.model.num_layers is None or config.model.hidden_size is None:
+    if folder is None:
         return
-    from megatron_ext.plugins.families.registry import written_as  # with every family
+    from megatron_ext.plugins.families.registry import has_a_shape, written_as  # with every family
 
+    if not has_a_shape(config):  # of which another rule speaks
+        return
     try:
         written_as(config)
     except ConfigurationError as error:

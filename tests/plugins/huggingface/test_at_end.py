@@ -36,7 +36,8 @@ def test_a_run_that_is_stopped_early_exports_nothing(tmp_path: Path) -> None:
 
 
 def test_a_model_of_no_family_is_refused_before_the_training(tmp_path: Path) -> None:
-    flags = [*MODEL, "--squared-relu", "--normalization", "RMSNorm", "--save", str(tmp_path / "save")]
+    flags = [*LLAMA, *["--norm-position", "both", "--softmax-type", "off-by-one", "--attention-dropout", "0"]]
+    flags += ["--save", str(tmp_path / "save")]
     with pytest.raises(ConfigurationError) as caught:
         configure([*flags, "--export-hf-at-end", str(tmp_path / "hf")])
     assert any(

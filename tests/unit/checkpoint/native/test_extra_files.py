@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.native import extra_files
+from megatron_ext.checkpoint.native import checkpoint_manifest, extra_files
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.train.pretrain import pretrain
 from tests.support.small_runs import MODEL
@@ -74,9 +74,10 @@ def test_a_resumed_run_tells_of_it(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "iter_0000003" / extra_files.VERSIONS
     changed = json.dumps({**json.loads(path.read_text()), "megatron-core": "0.18.1"})
     path.write_text(changed)
-    (path.parent / "manifest.json").unlink()  # which would call the file damaged
+    others = [file for file in checkpoint_manifest.all_files(path.parent) if file.name != checkpoint_manifest.MANIFEST]
+    checkpoint_manifest.write(path.parent, checkpoint_manifest.describe(path.parent, others))
     capsys.readouterr()
-    pretrain([*flags, "--train-iters", "4"])
+    pretrain([*flags, "--train-iters", "4", "--override-opt-param-scheduler"])
     warned = [line for line in capsys.readouterr().err.splitlines() if "was written with" in line]
     assert len(warned) == 1
     assert "megatron-core 0.18.1 (here " in warned[0]
