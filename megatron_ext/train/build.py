@@ -18,9 +18,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ext import environment, terminal
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.derived.batch_size import evaluation_batch
 from megatron_ext.config.derived.cuda_graphs import makes_graphs
+from megatron_ext.config.derived.overlapped_products import overlaps
 from megatron_ext.config.derived.pipeline_split import last_stage, splits_backward
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
@@ -40,6 +42,7 @@ from megatron_ext.optim.loss_scale import share_loss_scale
 from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.parts.attention.choice import allowed_kernels, use
+from megatron_ext.parts.linear.compute import overlap_communication
 from megatron_ext.parts.numbers import RecordedNumbers
 from megatron_ext.parts.stack import layers, numbers_of_parts
 from megatron_ext.sharding.choose import sharding_of
@@ -49,7 +52,8 @@ from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.extensions import NONE, OWN_IDS, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
-from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run, TrainState
+from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run
+from megatron_ext.train.state import TrainState
 from megatron_ext.train.table_runtime import TableRuntime
 
 
@@ -81,6 +85,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     if extensions.layer_spec is not None:
         mark_own_parameters(chunks, config)
         check_own_modules(chunks, config)
+    if overlaps(config):
+        _overlap_products(chunks, config, groups, device)
     if config.training.torch_compile:
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
@@ -162,6 +168,18 @@ def compile_layers(chunks: Sequence[torch.nn.Module]) -> None:
             module.compile()
 
 
+def _overlap_products(
+    chunks: Sequence[torch.nn.Module], config: Config, groups: ProcessGroupCollection, device: Device
+) -> None:
+    """Have tensor-parallel layers multiply while they communicate, or warn why they do not. Collective."""
+    lacks = device.lacks_for_overlap(groups.tp)
+    for chunk in chunks if lacks is None else ():
+        overlap_communication(chunk)
+    if lacks is not None and groups.tp.rank() == 0 and config.layout.device != "cpu":  # which has been told already
+        ranks = f"rank {environment.rank()} and its tensor-parallel ranks"
+        terminal.warn(f"--tp-comm-overlap changes nothing on {ranks}: {lacks}")
+
+
 def set_kernels(config: Config, device: Device) -> None:
     """Set precision and determinism of the kernels of this process, and the kernel of attention that was chosen."""
     allowed = allowed_kernels(config)
@@ -206,8 +224,8 @@ def build_loaders(
     datasets = datasets_of_run(config, tokenizer, resume, extensions)
     wanted = samples_of_run(config).valid
     assert datasets.train is not None
-    there = [one for one in (datasets.train, datasets.valid, datasets.test) if one is not None]
-    from_store = any(is_url(source.name) for one in there for source in one.sources)
+    given = [one for one in (datasets.train, datasets.valid, datasets.test) if one is not None]
+    from_store = any(is_url(source.name) for one in given for source in one.sources)
 
     def loader(
         dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str], skipped: SkippedSamples = NOTHING

@@ -27,6 +27,7 @@ from megatron_ext.resilience import elastic, exit_record, launcher
 from megatron_ext.resilience.peer_processes import end_stopped_ranks
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher, StopDeadline
+from megatron_ext.telemetry import commands_file
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import Configured, configure, configure_for, next_stage
@@ -82,11 +83,11 @@ def pretrain(
     hand_over(config, vars(extensions))
     configured = config if isinstance(config, Configured) else configure(config)
     if configured is not config:
-        _tell(configured.typed.warnings)
+        _print_warnings(configured.typed.warnings)
     with extensions.registered(), _process_given_back(configured.config, status) as (status, ends):
         configured = replace(configured, config=extensions.applied(configured.config))
-        _tell(extensions.warnings(configured.typed.values))
-        _claim(configured.config.checkpoint.save, status)
+        _print_warnings(extensions.warnings(configured.typed.values))
+        _claim(configured, status)
         here = _install_device(configured.config, status)
         # Only now may megatron-core be imported.
         from megatron_ext.model.names import unwrapped
@@ -97,7 +98,7 @@ def pretrain(
         store = None
         with _Requests() as requests:
             while True:
-                store = _meet(configured, here, status, ends, store)
+                store = _join_ranks(configured, here, status, ends, store)
                 run, history, stop_reason = _train_stage(configured, here, status, extensions, ends, requests)
                 losses += history.losses
                 validation_losses |= history.validation_losses
@@ -169,13 +170,13 @@ def _train_stage(
         run = _build(configured, here, status, extensions, ends)
         _load(run, configured)
         if run.rank == 0:
-            say(banner(run.config, _begun(run, extensions, attention)))
+            say(banner(run.config, _banner_facts(run, extensions, attention)))
         history, stop_reason = _train(run, configured.stage_end, status, extensions, ends, requests)
         ends.close()
     return run, history, stop_reason
 
 
-def _tell(warnings: Sequence[str]) -> None:
+def _print_warnings(warnings: Sequence[str]) -> None:
     """Print warnings, on one rank."""
     for warning in warnings if environment.rank() == 0 else ():
         warn(warning)
@@ -232,7 +233,7 @@ def _install_device(config: Config, status: RunStatus) -> "Device":
     return here
 
 
-def _meet(
+def _join_ranks(
     configured: Configured, here: "Device", status: RunStatus, ends: ExitStack, before: "Store | None"
 ) -> "Store | None":
     """Make the group of all ranks, and watch them from now on. It follows from typed flags alone, which no checkpoint
@@ -279,7 +280,7 @@ def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> C
         search, before = configured.search, configured.typed.warnings
         resume = newest_snapshot(configured.config, search) or agree(search, configured.config.checkpoint)
         configured = configure_for(configured, resume)
-        _tell([warning for warning in configured.typed.warnings if warning not in before])
+        _print_warnings([warning for warning in configured.typed.warnings if warning not in before])
         configured = replace(configured, config=extensions.applied(configured.config))
     _require_checkpoint(configured.config.checkpoint, configured.resume)
     return configured
@@ -404,7 +405,7 @@ def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> N
     exit_record.write(status.save, code=0, rank=0, message=message, iteration=iteration)
 
 
-def _begun(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
+def _banner_facts(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
     """Return the facts that the banner prints besides the configuration."""
     return Begun(
         device=run.device.model_name,
@@ -417,8 +418,9 @@ def _begun(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
     )
 
 
-def _claim(save: str | None, status: RunStatus) -> None:
-    """Make the save folder this job's own. Rank 0 does."""
+def _claim(configured: Configured, status: RunStatus) -> None:
+    """Make the save folder this job's own, and record its command there. Rank 0 does."""
+    save = configured.config.checkpoint.save
     if save is None or status.rank != 0:
         return
     try:
@@ -432,3 +434,4 @@ def _claim(save: str | None, status: RunStatus) -> None:
         status.save = None  # the folder is another run's: leave no record in it
         raise
     exit_record.clear(save)
+    commands_file.record_start(save, configured.typed.words, configured.config.layout.world_size)

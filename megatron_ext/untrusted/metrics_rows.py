@@ -15,19 +15,8 @@ from typing import Any, NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.terminal import warn
-from megatron_ext.untrusted.text import (
-    Check,
-    ExcessiveError,
-    TextError,
-    fields,
-    integer,
-    items,
-    load_json,
-    mapping,
-    number,
-    or_null,
-    text,
-)
+from megatron_ext.untrusted.text import ExcessiveError, TextError, load_json
+from megatron_ext.untrusted.values import Check, fields, integer, items, mapping, number, or_null, text
 
 MOST_BYTES = 1 << 30
 """Most bytes of a metrics file whose rows are read; a row of ours has some 700."""
@@ -45,8 +34,8 @@ _COUNTS = (
     "peak_memory_bytes allocated_bytes reserved_bytes world_size num_zeros resumed_at"
 )
 _NUMBERS = (
-    "grad_norm learning_rate weight_decay loss_scale elapsed_ms tokens_per_second tflops_per_gpu mfu params_norm "
-    "load_balancing_loss seq_load_balancing_loss global_load_balancing_loss z_loss "
+    "grad_norm learning_rate weight_decay loss_scale elapsed_ms cpu_ms tokens_per_second tflops_per_gpu mfu "
+    "params_norm load_balancing_loss seq_load_balancing_loss global_load_balancing_loss z_loss "
     "max_attention_logit dropped_share indexer_loss"
 )
 _OF_EXPERTS = "max_over_mean entropy dropped router_z"

@@ -14,7 +14,8 @@ from typing import Any
 
 import megatron_ext
 from megatron_ext.config.schema import DataConfig
-from megatron_ext.untrusted.text import load_json, mapping, read_file, text
+from megatron_ext.untrusted.text import load_json, read_file
+from megatron_ext.untrusted.values import mapping, text
 
 TOKENIZER = "tokenizer"
 VERSIONS = "versions.json"

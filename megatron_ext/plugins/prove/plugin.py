@@ -4,11 +4,12 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "prove",
+    page="docs/plugins/prove.md",
     needs=("families", "huggingface", "pages"),
     commands={
         "compare": (
             "megatron_ext.plugins.prove.commands.compare_runs",
-            "compare the metrics of two runs, float for float",
+            "compare runs: settings, losses, speed, curves; --equal: float for float",
         ),
         "replay-step": (
             "megatron_ext.plugins.prove.commands.replay_step",
