@@ -1,3 +1,3 @@
 """Pretraining of GPT models on megatron-core. Importing this package imports nothing heavy."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

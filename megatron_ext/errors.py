@@ -47,7 +47,11 @@ class StorageError(TrainingError):
     exit_code = 74
 
 
-class FolderRemovedError(StorageError):
+class SaveFailedError(StorageError):
+    """Raised on every rank where a checkpoint could not be written; earlier checkpoints are as they were."""
+
+
+class FolderRemovedError(SaveFailedError):
     """Raised where somebody has removed the folder of --save while a checkpoint was being written into it."""
 
 

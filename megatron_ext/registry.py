@@ -29,6 +29,7 @@ EXTENSION_POINTS = {
     "checkpoint_formats": "checkpoints that other programs wrote (checkpoint/native/other_formats.py)",
     "counts_as": "functions from values to the fields that count as given next to them (config/parse/options.py)",
     "draws": "functions that draw flags of a kind of part at random (plugins/prove/draws.py)",
+    "endings": "functions from the configuration of a run that has come to its planned end (train/pretrain.py)",
     "facts": "functions from typed values to `Facts.brought` (config/resolve.py)",
     "flags": "pairs of a group of the configuration and a dataclass of further fields (config/schema)",
     "importers": "checkpoints of other programs that are converted (plugins/huggingface/importers.py)",

@@ -17,6 +17,7 @@ from megatron_ext.telemetry.metrics import (
     Evaluated,
     Metrics,
     SampleMetrics,
+    SaveFailure,
     StepMetrics,
     TaskMetrics,
     TestMetrics,
@@ -28,7 +29,7 @@ from megatron_ext.terminal import bar, remaining, say, status
 _SHOWN_MEMORY = 5e7  # bytes, 0.1 GB when rounded
 
 
-def short_line(metrics: Metrics) -> str:
+def short_line(metrics: StepMetrics | Evaluated) -> str:
     """Return one line, without a newline, for a logged step or an evaluation."""
     if isinstance(metrics, StepMetrics):
         return _step(metrics)
@@ -154,7 +155,9 @@ class Console:
         self._best: ValidationMetrics | None = None
 
     def write(self, metrics: Metrics) -> None:
-        """Print the line of a step or of an evaluation."""
+        """Print the line of a step or of an evaluation; of a failed save the warning was printed."""
+        if isinstance(metrics, SaveFailure):
+            return
         if isinstance(metrics, ValidationMetrics):
             self._best = min(filter(None, (self._best, metrics)), key=lambda each: each.validation_loss)
         if self._short:

@@ -123,7 +123,17 @@ class SampleMetrics:
 Evaluated = ValidationMetrics | TestMetrics | TaskMetrics | SampleMetrics
 """Metrics of the model that are measured between two steps."""
 
-Metrics = StepMetrics | Evaluated
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailure:
+    """A save, of the step `iteration`, that failed in a run that goes on (--save-failure warn)."""
+
+    iteration: int
+    consumed_samples: int
+    save_failure: str  # the error
+
+
+Metrics = StepMetrics | Evaluated | SaveFailure
 
 
 def as_row(metrics: Metrics) -> dict[str, Any]:
@@ -171,8 +181,8 @@ def scalars(metrics: Metrics) -> dict[str, float]:
         }
     if isinstance(metrics, TaskMetrics):
         return {f"{task}/{name}": value for task, results in metrics.tasks.items() for name, value in results.items()}
-    if isinstance(metrics, TestMetrics | SampleMetrics):
-        return {}  # Megatron has no tag for the first; the second is text
+    if isinstance(metrics, TestMetrics | SampleMetrics | SaveFailure):
+        return {}  # Megatron has no tag for the first; the others are text
     values = {
         "learning-rate": metrics.learning_rate,
         "batch-size": metrics.global_batch_size,

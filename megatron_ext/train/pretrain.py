@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext import device, environment
 from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
+from megatron_ext.checkpoint.native.extra_files import other_versions
 from megatron_ext.checkpoint.native.lock import give_up, hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.derived.optimizer_traits import OptimizerTraits
@@ -108,6 +109,9 @@ def pretrain(
                 configured = next_stage(configured)
                 configured = replace(configured, config=extensions.applied(configured.config))
         if status.rank == 0:
+            # Nobody waits for this rank any more: the others have ended, and so have the groups.
+            for finish in brought("endings") if stop_reason is None else ():
+                finish(run.config)
             _record_end(status, run.state.iteration, stop_reason)
         elastic.dismiss_spares()
     names = run.config.checkpoint.save, run.config.logging.metrics_file, run.config.logging.tensorboard_dir
@@ -386,6 +390,8 @@ def _load(run: "Run", configured: Configured) -> None:
         what = f"{verb} iteration {iteration} of" if resume is not None else "starting afresh: none in"
         where = f"the snapshots in {resume.path.parent}" if resume is not None and resume.is_snapshot else flags.load
         say(f"checkpoint: {what} {where}")
+        if resume is not None and not resume.is_snapshot and (other := other_versions(resume.path)) is not None:
+            warn(other)
     for fill in brought("initial_weights") if resume is None else ():
         fill(run)
 

@@ -10,7 +10,7 @@ from megatron_ext.config.derived.batch_size import global_batch_size, training_s
 from megatron_ext.errors import ConfigurationError, StoppedBySignal
 from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCurve, learning_rate, weight_decay
 from megatron_ext.optim.settings import set_rates
-from megatron_ext.telemetry.metrics import Evaluated
+from megatron_ext.telemetry.metrics import Evaluated, SaveFailure
 from megatron_ext.train.deferred_reads import Guard, can_read_late
 from megatron_ext.train.run import Run
 from megatron_ext.train.state import Position
@@ -112,6 +112,10 @@ class Trainer:
     def report_evaluation(self, metrics: Evaluated) -> None:
         """Hand the result of an evaluation to the callbacks; its time does not count as training."""
         self._call_callbacks("on_evaluation", metrics)
+
+    def report_save_failure(self, failure: SaveFailure) -> None:
+        """Hand a save that failed to the callbacks, where the run goes on without it."""
+        self._tell("on_save_failure", failure)
 
     def step(self) -> StepResult:
         """Take one optimizer step, counted in the state."""
@@ -228,6 +232,9 @@ class Callback:
 
     def on_evaluation(self, trainer: Trainer, metrics: Evaluated) -> None:
         """Run after an evaluation."""
+
+    def on_save_failure(self, trainer: Trainer, failure: SaveFailure) -> None:
+        """Run after a save that failed, where the run goes on without it, on every rank."""
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         """Run when an error ends the run. Other ranks may be gone, unless it is a NumericError, which every rank

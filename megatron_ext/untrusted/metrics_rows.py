@@ -60,6 +60,7 @@ _ROW = fields(
         "expert_tokens": items(items(integer(), most=_MOST_EXPERTS), most=_MOST_LAYERS),
         "consumed_by_source": or_null(mapping(mapping(number), most=100_000)),
         "tasks": mapping(mapping(number)),
+        "save_failure": text(1 << 16),
         "samples": items(fields({"prompt": text(1 << 20), "text": text(1 << 20)}), most=1000),
     },
 )

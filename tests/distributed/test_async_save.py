@@ -176,7 +176,7 @@ def test_a_failed_background_save_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, _train, _flags(tmp_path, "--async-save"), True)
     assert len(caught.value.tracebacks) == 2
-    assert all("StorageError: cannot save a checkpoint to" in text for _, text in caught.value.tracebacks)
+    assert all("SaveFailedError: cannot save a checkpoint to" in text for _, text in caught.value.tracebacks)
     assert saved_iterations(tmp_path) == [2]
     assert not list(tmp_path.glob(".iter*"))
 

@@ -92,7 +92,7 @@ def test_every_rank_says_that_saving_failed(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, save_at, str(tmp_path / "file"), [1], FLAGS)
     for _, text in caught.value.tracebacks:
-        assert "StorageError: cannot save a checkpoint" in text
+        assert "SaveFailedError: cannot save a checkpoint" in text
     assert len(caught.value.tracebacks) == 2
 
 

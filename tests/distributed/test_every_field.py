@@ -426,6 +426,8 @@ ELSEWHERE: dict[str, str] = {
         ),
         "it is about other machines, or Python's garbage": "replication_jump manual_gc_interval no_manual_gc_eval",
         "it speaks after a hundred steps": "check_for_large_grads",
+        "it exports what was saved; test_at_end.py of plugins/huggingface/ compares the folders": "export_hf_at_end",
+        "it is about a save that fails, which test_failed_saves.py next to this file lets happen": "save_failure",
         "it refuses sequences, and changes nothing else": "attention_chunk_size",
         "it is another order of the same passes, which tests/distributed/test_pipeline_tables.py sees": (
             "pipeline_schedule"

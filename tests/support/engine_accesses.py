@@ -28,6 +28,8 @@ _SUFFIXES |= {"_extra_state"}  # of torch's state dicts, as documented
 _SUFFIXES |= {"_data_files", "_indices_data_files", "_indices_files"}
 _KEYS_OF_FILES = {
     "megatron_ext/plugins/families/reading.py": "keys of config.json, some of which begin with _",
+    "megatron_ext/plugins/migrate/megatron_bridge.py": "keys of run_config.yaml, which names objects by _target_",
+    "megatron_ext/plugins/migrate/olmo_core.py": "the key of config.json by which OLMo-core names a class",
     "megatron_ext/tokenizer/special_tokens.py": "the key of tokenizer_config.json by which transformers marks a token",
 }
 # What sets attributes whose names are computed, by its own name: on parameters, on our objects, or on the engine as

@@ -11,6 +11,7 @@ CODES = {
     "MemoryExhaustedError": 71,
     "StorageError": 74,
     "FolderRemovedError": 74,
+    "SaveFailedError": 74,
     "StoppedBySignal": 75,
     "StoppedBefore": 75,
     "PeerLostError": 76,

@@ -120,4 +120,4 @@ def test_the_doctor_knows_the_versions_without_the_checkout(installed: Installed
 def test_the_module_and_the_command_are_one_program(installed: Installed) -> None:
     dry = ("pretrain", *MODEL.split(), "--mock-data", "--vocab-size", "64", "--train-iters", "2", "--dry-run")
     assert installed("megatron-ext", *dry).stdout == installed("python", "-m", "megatron_ext", *dry).stdout
-    assert installed("megatron-ext", "--version").stdout == "megatron-ext 0.1.0\n"
+    assert installed("megatron-ext", "--version").stdout == "megatron-ext 0.2.0\n"

@@ -14,6 +14,8 @@ from typing import Any
 
 import megatron_ext
 from megatron_ext.config.schema import DataConfig
+from megatron_ext.untrusted.text import load_json, read_file
+from megatron_ext.untrusted.values import mapping, text
 
 TOKENIZER = "tokenizer"
 VERSIONS = "versions.json"
@@ -81,8 +83,38 @@ def _is_kept(path: Path) -> bool:
 
 def write_versions(checkpoint: Path) -> None:
     """Write the versions of this program, of Python, and of the packages that the saved files depend on."""
+    (checkpoint / VERSIONS).write_text(json.dumps(_installed(), indent=1) + "\n", encoding="utf-8")
+
+
+def _installed() -> dict[str, str]:
     from importlib import metadata  # with it comes a parser of e-mails, which a plan or --help need not wait for
 
     packages = {name: metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
-    content = {"megatron_ext": megatron_ext.__version__, "python": platform.python_version(), **packages}
-    (checkpoint / VERSIONS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return {"megatron_ext": megatron_ext.__version__, "python": platform.python_version(), **packages}
+
+
+_MAY_DIFFER = {
+    "megatron_ext": "CHANGELOG.md of this program says what has changed",
+    "torch": "its kernels may round otherwise, so that losses agree but for rounding",
+    "megatron-core": "its schedules and optimizers may round otherwise",
+}
+"""Software whose version matters to a run that goes on -> what another version may change."""
+
+
+def other_versions(checkpoint: Path) -> str | None:
+    """Return one line about the versions that wrote a checkpoint, where they are not the installed ones, and about what
+    may differ; None where they are, or where the file cannot be read."""
+    try:
+        saved = load_json(read_file(checkpoint / VERSIONS, 1 << 16))
+        _VERSIONS(saved)
+    except (OSError, ValueError):
+        return None
+    here = _installed()
+    changed = [name for name in _MAY_DIFFER if name in saved and saved[name] != here[name]]
+    if not changed:
+        return None
+    versions = ", ".join(f"{name} {saved[name]} (here {here[name]})" for name in changed)
+    return f"{checkpoint} was written with {versions}: {'; '.join(_MAY_DIFFER[name] for name in changed)}"
+
+
+_VERSIONS = mapping(text(200))

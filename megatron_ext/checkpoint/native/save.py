@@ -41,7 +41,7 @@ from megatron_ext.checkpoint.native.snapshot import HostGroups, HostMemory, Save
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.device.device_protocol import Device
 from megatron_ext.durable import check_space, naming
-from megatron_ext.errors import FolderRemovedError, StorageError, TrainingError
+from megatron_ext.errors import FolderRemovedError, SaveFailedError, StorageError, TrainingError
 from megatron_ext.sharding.parts import IN_PLACE, Exchange
 
 
@@ -51,8 +51,9 @@ def save_checkpoint(run: Saveable, folder: str | Path) -> Path:
     Returns:
         The checkpoint, `folder/iter_*`. It is on the disk when the function returns.
     Raises:
-        StorageError: the checkpoint cannot be written; raised on every rank. Earlier checkpoints are as they were,
+        SaveFailedError: the checkpoint cannot be written; raised on every rank. Earlier checkpoints are as they were,
             unless it is a FolderRemovedError: somebody has removed the folder.
+        StorageError: this rank alone met an error, of which the others do not hear.
     """
     return Save(run, folder, background=False).finish()
 
@@ -259,7 +260,8 @@ class Save:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn whatever fails inside, on all ranks, into a StorageError, and leave no partial folder. Collective."""
+        """Turn whatever fails inside into a SaveFailedError where all ranks hear of it, and into a plain StorageError
+        where one alone does; leave no partial folder. Collective."""
         try:
             yield
         except (CheckpointException, StorageError) as error:
@@ -278,10 +280,10 @@ class Save:
                 ) from error
             if isinstance(error, StorageError):
                 raise
-            raise _storage_error(self.folder, reason or "writing failed; rank 0 says why") from error
+            raise SaveFailedError(_message(self.folder, reason or "writing failed; rank 0 says why")) from error
         except OSError as error:  # of one rank alone
             shutil.rmtree(self._partial, ignore_errors=True)
-            raise _storage_error(self.folder, _text(error)) from error
+            raise StorageError(_message(self.folder, _text(error))) from error
 
     def _is_gone(self, reason: str) -> bool:
         """Return whether the save failed because somebody removes the folder, or has removed it."""
@@ -357,7 +359,7 @@ def _gather_files(folder: str | Path, own: checkpoint_manifest.Files | str) -> c
     problem = [next((answer for answer in answers if isinstance(answer, str)), None)]
     torch.distributed.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
-        raise _storage_error(folder, problem[0])
+        raise SaveFailedError(_message(folder, problem[0]))
     return {name: entry for answer in answers for name, entry in answer.items()}
 
 
@@ -396,15 +398,15 @@ def _on_first_rank(run: Saveable, folder: str | Path, action: Callable[[], objec
             problem = [_text(error)]
     torch.distributed.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
-        raise _storage_error(folder, problem[0])
+        raise SaveFailedError(_message(folder, problem[0]))
 
 
-def _storage_error(folder: str | Path, reason: str) -> StorageError:
+def _message(folder: str | Path, reason: str) -> str:
     earlier: list[int] = []
     with suppress(OSError):
         earlier = saved_iterations(folder)
     whole, resume = ("Earlier checkpoints there are whole. ", "resume with --load") if earlier else ("", "start again")
-    return StorageError(
+    return (
         f"cannot save a checkpoint to {folder}: {reason}. {whole}Free space or fix the permission, or give another "
         f"folder with --save, and {resume}."
     )

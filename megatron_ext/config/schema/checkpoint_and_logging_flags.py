@@ -41,6 +41,13 @@ class CheckpointConfig:
     async_save: bool = free(
         False, "Write checkpoints in the background; training stops only for a copy in memory.", read_with=_SAVES
     )
+    save_failure: str = free(
+        "exit",
+        "After a save that failed: exit ends the run; warn goes on, and saves again at the next interval. The last "
+        "save ends the run either way, for nothing else keeps what was trained.",
+        choices=("exit", "warn"),
+        read_with=_SAVES,
+    )
     keep_last_checkpoints: int | None = free(
         None, "Number of newest checkpoints to keep; default all.", at_least=1, read_with=_SAVES
     )

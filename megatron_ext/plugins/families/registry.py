@@ -58,6 +58,13 @@ def _seldom(family: Family) -> int:
     return 0 if family.is_common else 2 if family.is_seldom else 1
 
 
+def has_a_shape(config: Config) -> bool:
+    """Return whether the sizes without which there is no model are given."""
+    model = config.model
+    sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, config.data.vocab_size)
+    return all(size is not None and size > 0 for size in sizes)
+
+
 def written_as(config: Config) -> tuple[Family, Config]:
     """Return the family that the model is written as, and the configuration that the family can hold: without the
     depths of multi-token prediction, where no family has the model with them.

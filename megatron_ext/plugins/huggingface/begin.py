@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.resolve import Facts
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.huggingface.at_end import model_can_be_exported, problem_of_folder
 from megatron_ext.terminal import say
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 def facts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model that --load-hf names, as values of flags, and why it could not be read."""
     folder = values.get("load_hf")
+    export = values.get("export_hf_at_end")
+    problem = None if export is None else problem_of_folder(export)
+    if problem is not None:
+        return {"huggingface_problems": (problem,)}
     if folder is None:
         return {}
     from megatron_ext.plugins.huggingface.huggingface_folder import read_model  # with every family
@@ -67,4 +72,5 @@ def load(run: "Run") -> None:
         say(f"checkpoint: beginning with the weights of {folder}")
 
 
-FACTS, RULES, INITIAL_WEIGHTS, WARNINGS = (facts,), (model_is_the_one_to_load,), (load,), (warnings,)
+FACTS, RULES = (facts,), (model_is_the_one_to_load, model_can_be_exported)
+INITIAL_WEIGHTS, WARNINGS = (load,), (warnings,)

@@ -15,6 +15,8 @@ PLUGIN = Plugin(
     brings={
         "switches": (("load_hf", None),),
         "facts": "megatron_ext.plugins.huggingface.begin:FACTS",
+        "endings": "megatron_ext.plugins.huggingface.at_end:ENDINGS",
+        "flags": "megatron_ext.plugins.huggingface.flags:FLAGS",
         "rules": "megatron_ext.plugins.huggingface.begin:RULES",
         "warnings": "megatron_ext.plugins.huggingface.begin:WARNINGS",
         "initial_weights": "megatron_ext.plugins.huggingface.begin:INITIAL_WEIGHTS",

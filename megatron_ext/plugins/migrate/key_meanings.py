@@ -1,12 +1,14 @@
 """Defines the meanings that a key of another program's configuration can have here; the tables of this folder consist
 of them."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import mul
 from typing import Any
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
+from megatron_ext.config.parse.options import options_by_name
 from megatron_ext.errors import listed
 
 
@@ -46,6 +48,10 @@ class Fact:
     """A number of the layout, from which sizes are computed: see `parallel_sizes.Layout`."""
 
     name: str
+    per: str | None = None
+    """Key whose value divides this number, as the length of a sequence divides a batch of tokens."""
+    number: int | None = None
+    """The number, where the value of the key is none, but means one."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,40 @@ def only_off(reason: str) -> Cases:
     """Return nothing to write where the value is false, empty or "none"; else a refusal."""
     off: dict[str, Meaning] = dict.fromkeys(("false", "null", "none", "no", "0", ""), OFF)
     return Cases(off, Refused(reason))
+
+
+def same_flags(names: str, prefix: str = "") -> dict[str, Meaning]:
+    """Return our flag of the same name for every key, given as words; a value that is our default needs no flag."""
+    return {f"{prefix}{name}": same_flag(name) for name in names.split()}
+
+
+def same_flag(name: str) -> Meaning:
+    """Return our flag of the same name, and nothing to write where the value is our default."""
+    option = options_by_name()[name]
+    if option.is_switch:
+        return switch(option.flag)
+    usual = OFF if option.default is None else Default("our default, too")
+    by_value: dict[str, Meaning] = {value_text(option.default).lower(): usual}
+    return Cases(by_value, Flags(f"{option.flag} {{}}"))
+
+
+def only(values: str, reason: str, prefix: str = "") -> dict[str, Meaning]:
+    """Return, for words such as `key=value`, nothing to write where the key has that value, and else a refusal; without
+    a value the key has to be off."""
+    pairs = (word.partition("=") for word in values.split())
+    return {
+        f"{prefix}{key}": Cases({value: OFF, "null": OFF}, Refused(reason)) if equals else only_off(reason)
+        for key, equals, value in pairs
+    }
+
+
+def value_text(value: Any) -> str:
+    """Return a value as a command line and `Cases` have it: JSON's words, and whole numbers without a point."""
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value)
 
 
 def above_one(meaning: Meaning) -> Cases:
@@ -201,6 +241,17 @@ def optimizers(program: str) -> Cases:
     ours = (f"{traits.name} ({traits.remark})" if traits.remark else traits.name for traits in OPTIMIZERS.values())
     return Cases(known, Refused(f"choose one of --optimizer {listed(ours)}"))
 
+
+PLAIN_DECODER = "--position-embedding-type rope --disable-bias-linear --attention-dropout 0 --hidden-dropout 0"
+"""Flags of a Llama that its program says nowhere in the file."""
+
+NORMS_WITHOUT_DECAY = "weights of norms, and biases, have no decay here, which they have there"
+
+TEXT_BEFORE = NoCounterpart("text becomes tokens once, before training: megatron-ext preprocess, then --data-path")
+WITHOUT_TRANSFORMER_ENGINE = NoCounterpart(
+    "layers run on torch; --transformer-impl transformer_engine takes Transformer Engine's, where it is installed"
+)
+SHOWN = NoCounterpart("what is named, shown and measured changes nothing of the training")
 
 CHECKPOINTS = Default(
     "checkpoints are sharded and load into any layout; `megatron-ext convert to-hf` writes the whole model"

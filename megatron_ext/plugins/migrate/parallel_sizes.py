@@ -75,10 +75,10 @@ def solve(facts: Mapping[str, int], world_size: int | None, default_accumulation
     if world_size is not None and world != world_size:
         raise ConfigurationError(f"the file is for {world} ranks, not for --world-size {world_size}; leave it out")
     model = tensor * context * pipeline
-    data = facts["shard"] * replicate if "shard" in facts else None
+    data = facts["shard"] * replicate if "shard" in facts else facts.get("data")
     if world is not None:
         if world % model or (data is not None and world != model * data) or (world // model) % replicate:
-            shards = f" x shards {facts['shard']}" if "shard" in facts else ""
+            shards = f" x shards {facts['shard']}" if "shard" in facts else f" x DP {data}" if data else ""
             raise ConfigurationError(
                 f"{world} ranks are not TP {tensor} x PP {pipeline} x CP {context}{shards} x replicas {replicate}; "
                 f"give --world-size {model * (data or replicate)}, or other sizes"

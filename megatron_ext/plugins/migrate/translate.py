@@ -8,7 +8,6 @@
 A flag that this version refuses is not printed: the parser's own reason takes its place.
 """
 
-import json
 import math
 import re
 import shlex
@@ -24,7 +23,15 @@ from megatron_ext.config.derived.sharding import FLAGS
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.errors import ConfigurationError, listed
-from megatron_ext.plugins.migrate import accelerate, axolotl, deepspeed
+from megatron_ext.plugins.migrate import (
+    accelerate,
+    axolotl,
+    deepspeed,
+    megatron_bridge,
+    nanotron,
+    olmo_core,
+    torchtitan,
+)
 from megatron_ext.plugins.migrate.key_meanings import (
     Cases,
     Combined,
@@ -39,13 +46,25 @@ from megatron_ext.plugins.migrate.key_meanings import (
     OfOptimizer,
     Refused,
     Table,
+    count_from,
+    value_text,
     whole_number,
 )
 from megatron_ext.plugins.migrate.parallel_sizes import Layout, solve
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.yaml_text import MOST_YAML, load_yaml
 
-SOURCES: dict[str, ModuleType] = {"deepspeed": deepspeed, "accelerate": accelerate, "axolotl": axolotl}
+SOURCES: dict[str, ModuleType] = {
+    "deepspeed": deepspeed,
+    "accelerate": accelerate,
+    "axolotl": axolotl,
+    "megatron-bridge": megatron_bridge,
+    "olmo-core": olmo_core,
+    "nanotron": nanotron,
+    "torchtitan": torchtitan,
+}
+"""Modules with the meanings of each program's keys. One may have `normalized(content)`, which puts a file into the form
+whose keys its table names."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,7 @@ _CONTAINED = {
 }
 """Pairs of a flag and another one that already includes it -> why."""
 
+_NO_TOML = "TOML, which torchtitan read before 0.3: give the JSON that --debug.save_config_file of a newer one writes"
 _UNSCALED = "FSDP2, which bf16 would have here, has no loss scaling, and fp16 needs it"
 _SHARDING = {flag_of(flag) for flag in FLAGS}
 
@@ -119,7 +139,7 @@ class _File:
 
     def text(self, key: str) -> str:
         """Return a value as `Cases` names it."""
-        return _text(self.values.get(key)).lower()
+        return value_text(self.values.get(key)).lower()
 
 
 def read(path: str) -> dict[str, Any]:
@@ -130,6 +150,8 @@ def read(path: str) -> dict[str, Any]:
     """
     try:
         raw = read_file(path, MOST_YAML, pipes=True)
+        if path.endswith(".toml"):
+            raise ValueError(_NO_TOML)
         content = load_json(raw) if path.endswith(".json") else load_yaml(raw.decode())
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; give the path of a configuration file") from None
@@ -161,7 +183,7 @@ def translate(
     A key that the training depends on and that is not translated is no error here: `Translation.problems` names it.
     """
     module = SOURCES[source]
-    given = dict(leaves(content))
+    given = dict(leaves(normalized(source, content)))
     left_out = {
         key: value
         for key, (beside, value) in module.DEFAULTS.items()
@@ -199,6 +221,12 @@ def translate(
     if "shard" in facts and not _SHARDING & command.keys():
         keys = [_unsharded(key) for key in keys]
     return Translation(tuple(keys), layout, sizes | command, data.commands)
+
+
+def normalized(source: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a file of the program `source` in the form whose keys the program's table names."""
+    change = getattr(SOURCES[source], "normalized", None)
+    return content if change is None else change(content)
 
 
 def leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -263,9 +291,11 @@ def _translate_key(name: str, value: Any, file: _File) -> Key:
 
 
 def _switched_off(name: str, file: _File) -> str | None:
-    """Return the key `enabled` of a section around the key that turns the section off; None where all are on."""
+    """Return the key `enabled` or `enable` of a section around the key that turns the section off; None where all are
+    on."""
     parts = name.split(".")
-    switches = (f"{'.'.join(parts[:depth])}.enabled" for depth in range(1, len(parts)))
+    sections = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    switches = (f"{section}.{word}" for section in sections for word in ("enabled", "enable"))
     off = ("false", "null")
     return next((one for one in switches if one in file.module.TABLE and one != name and file.text(one) in off), None)
 
@@ -275,7 +305,7 @@ def _apply(name: str, value: Any, meaning: Meaning, file: _File) -> Key:
         if isinstance(meaning, OfOptimizer):
             meaning = _argument(meaning, file.optimizer)
         else:
-            text = _text(value).lower() if isinstance(meaning, Cases) else file.text(meaning.key)
+            text = value_text(value).lower() if isinstance(meaning, Cases) else file.text(meaning.key)
             meaning = meaning.by_value.get(text, meaning.otherwise)
     match meaning:
         case Default(reason):
@@ -284,8 +314,8 @@ def _apply(name: str, value: Any, meaning: Meaning, file: _File) -> Key:
             return Key(name, value, "none", reason=reason)
         case Refused(reason):
             return Key(name, value, "refused", reason=reason)
-        case Fact(fact):
-            return _note_fact(name, value, fact, file.facts)
+        case Fact(fact, per, number):
+            return replace(_note_fact(name, value if number is None else number, fact, file, per), value=value)
         case Each(one):
             return _of_all(name, value, [_apply(name, each, one, file) for each in _listed(value)])
         case Combined(template, others, combine):
@@ -300,7 +330,7 @@ def _apply(name: str, value: Any, meaning: Meaning, file: _File) -> Key:
 def _filled(name: str, value: Any, meaning: Flags | Launch) -> Key:
     """Return the flags of a template, with the value in them."""
     try:
-        values = [_text(meaning.convert(item)) for item in _listed(value)]
+        values = [value_text(meaning.convert(item)) for item in _listed(value)]
         text = meaning.template.format(*_fill(meaning.template, values))
     except (ArithmeticError, ValueError, TypeError, IndexError):
         return Key(name, value, "refused", reason=f"{value!r} is no value that can be read")
@@ -338,17 +368,28 @@ def _argument(meaning: OfOptimizer, optimizer: OptimizerTraits) -> Meaning:
 
 def _fill(template: str, values: list[str]) -> list[str]:
     quoted = [shlex.quote(value) for value in values]
-    return quoted * template.count("{}") if "{}" in template else quoted
+    return [" ".join(quoted)] * template.count("{}") if "{}" in template else quoted
 
 
-def _note_fact(name: str, value: Any, fact: str, facts: dict[str, int]) -> Key:
+def _note_fact(name: str, value: Any, fact: str, file: _File, per: str | None) -> Key:
+    reason = fact.replace("_", " ")
     try:
         size = whole_number(value)
     except ValueError:
         return Key(name, value, "refused", reason=f"{value!r} is not an integer")
-    if facts.setdefault(fact, size) != size:
-        raise ConfigurationError(f"{name} {size} contradicts another key, which says {facts[fact]}; keep one of them")
-    return Key(name, value, "layout", reason=fact.replace("_", " "))
+    if per is not None and size > 0:
+        try:
+            divisor = count_from(1)(file.values.get(per))
+        except ValueError:
+            return Key(name, value, "refused", reason=f"it counts in units of {per}, which is not in the file")
+        if size % divisor:
+            return Key(name, value, "refused", reason=f"it is not a multiple of {per}, which is {divisor}")
+        size, reason = size // divisor, f"{reason} {size // divisor}, as {per} is {divisor}"
+    if file.facts.setdefault(fact, size) != size:
+        raise ConfigurationError(
+            f"{name} {size} contradicts another key, which says {file.facts[fact]}; keep one of them"
+        )
+    return Key(name, value, "layout", reason=reason)
 
 
 def _shadow(key: Key, shadowed: Mapping[str, str], present: set[str]) -> Key:
@@ -438,11 +479,3 @@ def _refusal(flags: str) -> str | None:
     except ConfigurationError as error:
         return "; ".join(error.problems)
     return None
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    return str(value)

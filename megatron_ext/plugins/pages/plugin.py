@@ -10,6 +10,10 @@ PLUGIN = Plugin(
             "megatron_ext.plugins.pages.commands.show_run",
             "show runs: loss curve in the terminal, and as a web page",
         ),
+        "prometheus": (
+            "megatron_ext.plugins.pages.commands.prometheus",
+            "write a run's last numbers as Prometheus reads them",
+        ),
         "api": ("megatron_ext.plugins.pages.commands.api", "print the library's reference, a page for each room"),
     },
 )

@@ -15,7 +15,7 @@ from megatron_ext.parts.protocol import Report
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.log_line import Console
-from megatron_ext.telemetry.metrics import Evaluated, Metrics, StepMetrics
+from megatron_ext.telemetry.metrics import Evaluated, Metrics, SaveFailure, StepMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.callbacks.communication import Stragglers, shares_of_all_ranks
 from megatron_ext.train.callbacks.parameters_norm import parameters_norm
@@ -127,6 +127,12 @@ class Reporting(Callback):
                 self._stragglers.forget()
 
     def on_evaluation(self, trainer: Trainer, metrics: Evaluated) -> None:
+        self._write(metrics)
+
+    def on_save_failure(self, trainer: Trainer, failure: SaveFailure) -> None:
+        self._write(failure)
+
+    def _write(self, metrics: Evaluated | SaveFailure) -> None:
         for sink in (*self.step_sinks, *self.log_sinks):
             sink.write(metrics)
 

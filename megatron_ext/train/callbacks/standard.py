@@ -111,7 +111,10 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
 
         callbacks.append(
             Checkpointing(
-                config.checkpoint.save, config.checkpoint.save_interval, background=config.checkpoint.async_save
+                config.checkpoint.save,
+                config.checkpoint.save_interval,
+                background=config.checkpoint.async_save,
+                outlives_failures=config.checkpoint.save_failure == "warn",
             )
         )
     return callbacks

@@ -11,7 +11,16 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.migrate.commands.import_config import report
 from megatron_ext.plugins.migrate.key_meanings import MIXED_PRECISION, Fact, Flags
 from megatron_ext.plugins.migrate.parallel_sizes import solve
-from megatron_ext.plugins.migrate.translate import KINDS, SOURCES, Translation, leaves, read, split_flags, translate
+from megatron_ext.plugins.migrate.translate import (
+    KINDS,
+    SOURCES,
+    Translation,
+    leaves,
+    normalized,
+    read,
+    split_flags,
+    translate,
+)
 from megatron_ext.train.configure import configure
 from tests.support.foreign_keys import by_name, golden_text, nested
 
@@ -34,7 +43,7 @@ def test_there_is_an_example_of_every_program() -> None:
 def test_every_key_is_accounted_for_and_every_flag_is_read(path: Path) -> None:
     content = read(str(path))
     result = translate(path.parent.name, content)
-    names = [name for name, _ in leaves(content)]
+    names = [name for name, _ in leaves(normalized(path.parent.name, content))]
     assert [key.name for key in result.keys][: len(names)] == names
     for key in result.keys:
         assert key.became in KINDS

@@ -12,12 +12,17 @@ Megatron-DeepSpeed and GPT-NeoX save, and of ZeRO's shards keeps Adam's state (d
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plugins.huggingface.importers import importers
 from megatron_ext.registry import load
 from megatron_ext.terminal import say
+
+if TYPE_CHECKING:
+    from megatron_ext.plugins.huggingface.exporter import Exported
+    from megatron_ext.plugins.huggingface.saved_model import SavedModel
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -55,7 +60,6 @@ def main(argv: list[str]) -> int:
         say(f"wrote {path} in {time.perf_counter() - started:.1f} s; begin with --load {options.save}")
         return 0
     size = _bytes(options.max_shard_size)
-    from megatron_ext.plugins.huggingface.exporter import export_huggingface
     from megatron_ext.plugins.huggingface.saved_model import SavedModel
 
     source = SavedModel(options.load, averages=options.ema)
@@ -69,27 +73,56 @@ def main(argv: list[str]) -> int:
             )
         exported = export_into(source, options.save, options.into)
         dtype = HFFolder(options.save).dtype()
+        _tell(exported, source, started, left_out=options.no_tokenizer)
     else:
         dtype = DTYPES[options.dtype] if options.dtype else _dtype(source, options.ema)
-        exported = export_huggingface(
+        exported = to_huggingface(
             source,
             options.save,
             dtype=dtype,
             max_shard_size=size,
             with_tokenizer=not options.no_tokenizer,
-            check_tokenizer=None if options.skip_tokenizer_check else _check_tokenizer,
+            checks_tokenizer=not options.skip_tokenizer_check,
         )
-    say(
-        f"wrote {exported.path}: {exported.family.architecture}, {exported.size / 1e9:.3f} GB in {exported.files} "
-        f"file(s), {time.perf_counter() - started:.1f} s"
-    )
-    if not exported.tokenizer:
-        say(_why_no_tokenizer(source.config.data.tokenizer_type, options.no_tokenizer))
     if not options.no_verify:
         _verify(source, exported.path, dtype)
     if options.check_loss is not None:
         _check_loss(source, exported.path, dtype, options.check_loss, options.check_samples)
     return 0
+
+
+def to_huggingface(
+    source: "SavedModel",
+    folder: str,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int = 5 * 10**9,
+    with_tokenizer: bool = True,
+    checks_tokenizer: bool = True,
+) -> "Exported":
+    """Export a checkpoint to a folder and tell of it: see `exporter.export_huggingface`."""
+    from megatron_ext.plugins.huggingface.exporter import export_huggingface
+
+    started = time.perf_counter()
+    exported = export_huggingface(
+        source,
+        folder,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        with_tokenizer=with_tokenizer,
+        check_tokenizer=_check_tokenizer if checks_tokenizer else None,
+    )
+    _tell(exported, source, started, left_out=not with_tokenizer)
+    return exported
+
+
+def _tell(exported: "Exported", source: "SavedModel", started: float, *, left_out: bool) -> None:
+    say(
+        f"wrote {exported.path}: {exported.family.architecture}, {exported.size / 1e9:.3f} GB in {exported.files} "
+        f"file(s), {time.perf_counter() - started:.1f} s"
+    )
+    if not exported.tokenizer:
+        say(_why_no_tokenizer(source.config.data.tokenizer_type, left_out))
 
 
 def _dtype(source, averages: bool) -> str:

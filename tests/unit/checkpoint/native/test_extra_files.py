@@ -1,10 +1,15 @@
 """The tokenizer's files that lie in a checkpoint."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.native import extra_files
+import pytest
+
+from megatron_ext.checkpoint.native import checkpoint_manifest, extra_files
 from megatron_ext.config.schema import DataConfig
+from megatron_ext.train.pretrain import pretrain
+from tests.support.small_runs import MODEL
 
 
 def _fill(path: Path, *names: str) -> None:
@@ -40,3 +45,40 @@ def test_files_of_every_kind_of_tokenizer(tmp_path: Path) -> None:
         assert extra_files.kept_tokenizer({"tokenizer_type": kind}, checkpoint) == {
             flag: str(checkpoint / "tokenizer" / name) for flag, name in kept.items()
         }
+
+
+def test_a_checkpoint_of_other_versions_is_told_of_in_one_line(tmp_path: Path) -> None:
+    extra_files.write_versions(tmp_path)
+    assert extra_files.other_versions(tmp_path) is None
+    path = tmp_path / extra_files.VERSIONS
+    written = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({**written, "megatron_ext": "0.1.0", "torch": "2.11.0", "numpy": "1.0", "python": "3.9"})
+    )
+    said = extra_files.other_versions(tmp_path)
+    assert said == (
+        f"{tmp_path} was written with megatron_ext 0.1.0 (here {written['megatron_ext']}), torch 2.11.0 (here "
+        f"{written['torch']}): CHANGELOG.md of this program says what has changed; its kernels may round otherwise, so "
+        "that losses agree but for rounding"
+    )
+    for text in ("", "[]", '{"torch": 2}', "{" * 100_000, '{"torch": "' + "9" * 300 + '"}'):
+        path.write_text(text)
+        assert extra_files.other_versions(tmp_path) is None, "a stranger's file says nothing"
+    path.unlink()
+    assert extra_files.other_versions(tmp_path) is None
+
+
+def test_a_resumed_run_tells_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*MODEL, "--eval-iters", "0", "--save", str(tmp_path), "--load", str(tmp_path)]
+    pretrain(flags)
+    path = tmp_path / "iter_0000003" / extra_files.VERSIONS
+    changed = json.dumps({**json.loads(path.read_text()), "megatron-core": "0.18.1"})
+    path.write_text(changed)
+    others = [file for file in checkpoint_manifest.all_files(path.parent) if file.name != checkpoint_manifest.MANIFEST]
+    checkpoint_manifest.write(path.parent, checkpoint_manifest.describe(path.parent, others))
+    capsys.readouterr()
+    pretrain([*flags, "--train-iters", "4", "--override-opt-param-scheduler"])
+    warned = [line for line in capsys.readouterr().err.splitlines() if "was written with" in line]
+    assert len(warned) == 1
+    assert "megatron-core 0.18.1 (here " in warned[0]
+    assert warned[0].endswith("its schedules and optimizers may round otherwise")

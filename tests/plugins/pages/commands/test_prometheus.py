@@ -1,0 +1,55 @@
+"""Numbers of a real run as text for Prometheus."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.pages.commands.prometheus import main
+from megatron_ext.train.pretrain import pretrain
+from tests.support.small_runs import MODEL
+
+_LINE = re.compile(r"pretrain_[a-z_]+ (?:[-+]?\d[\d.e+-]*|NaN|[+-]Inf)")
+
+
+def test_the_last_numbers_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretrain([*MODEL, "--save", str(tmp_path), "--log-interval", "1"])
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    output = tmp_path / "pretrain.prom"
+    (tmp_path / "exit.json").write_text(json.dumps({"code": 74}))
+    assert main([str(tmp_path), "--output", str(output), "--every", "60"]) == 0, "a run that has ended is written once"
+    lines = output.read_text().splitlines()
+    values = dict(line.split(" ") for line in lines if not line.startswith("#"))
+    steps = [row for row in rows if "lm_loss" in row]
+    assert float(values["pretrain_lm_loss"]) == steps[-1]["lm_loss"]
+    assert (values["pretrain_iteration"], values["pretrain_exit_code"]) == ("3", "74")
+    assert (
+        float(values["pretrain_validation_loss"]) == [r for r in rows if "validation_loss" in r][-1]["validation_loss"]
+    )
+    for number in range(0, len(lines), 3):
+        described, typed, value = lines[number : number + 3]
+        name = value.split(" ")[0]
+        assert described.startswith(f"# HELP {name} ")
+        assert typed == f"# TYPE {name} gauge"
+        assert _LINE.fullmatch(value), value
+    capsys.readouterr()
+    (tmp_path / "exit.json").unlink()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(
+            '{"iteration": 4, "consumed_samples": 16, "save_failure": "full"}\n{"iteration": 4, "lm_loss": NaN, '
+        )
+        file.write('"consumed_tokens": 256}\n')
+    assert main([str(tmp_path / "metrics.jsonl")]) == 0
+    said = capsys.readouterr().out
+    assert "\npretrain_save_failures 1\n" in f"\n{said}"
+    assert "\npretrain_lm_loss NaN\n" in said
+    assert "exit_code" not in said
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"metrics\.jsonl does not exist; name the folder that --save wrote"):
+        main([str(tmp_path)])
+    with pytest.raises(ConfigurationError, match="--every 5 needs --output FILE"):
+        main([str(tmp_path), "--every", "5"])
