@@ -102,8 +102,8 @@ class CpuDevice:
     def bind_group(self) -> None:
         """Do nothing: there is one CPU to communicate from."""
 
-    def lacks_for_fp8(self, *, blocks: bool) -> None:
-        """Lack nothing: the same numbers are multiplied in fp32."""
+    def compute_capability(self) -> None:
+        """Return None."""
 
     def synchronize(self) -> None:
         """Do nothing: CPU work is done when the call returns."""

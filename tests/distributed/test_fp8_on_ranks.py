@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron_ext.forkserver.ranks import run_ranks
-from megatron_ext.parts.linear import fp8
-from megatron_ext.parts.linear.scaled_products import E5M2, RECIPES
+from megatron_ext.plugins.low_precision.formats import E5M2, recipe
+from megatron_ext.plugins.low_precision.linear import Multiplication, linear
+from megatron_ext.plugins.low_precision.random_numbers import Draw, Places
 from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
 from megatron_ext.plugins.prove.parity import (
     BF16_FACTOR,
@@ -25,10 +26,14 @@ from megatron_ext.plugins.prove.parity import (
 )
 from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 
-# Of the second tier: tests/unit/parts/linear computes the products.
+# Of the second tier: tests/plugins/low_precision computes the products.
 pytestmark = pytest.mark.full
 
 TOKENS, INPUTS, OUTPUTS = 512, 256, 512
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp4", "nvfp4")
+OF_BLOCKS = ("blockwise", "mxfp8", "mxfp4")
+"""Recipes whose scales are for blocks alone."""
+
 FUSION = "--gradient-accumulation-fusion"
 TP2 = "--tensor-model-parallel-size 2"
 
@@ -46,35 +51,38 @@ def _whole() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _products(
-    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, how: fp8.Fp8
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, how: Multiplication
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x, weight = x.unsqueeze(1).clone().requires_grad_(), weight.clone().requires_grad_()
-    y = fp8.linear(x, weight, how)
+    y = linear(x, weight, how)
     y.backward(grad.unsqueeze(1))
     assert x.grad is not None
     assert weight.grad is not None
     return y.detach().squeeze(1), x.grad.squeeze(1), weight.grad
 
 
-def _distances(recipe: str, told: bool) -> dict[str, float]:
+def _distances(name: str, told: bool) -> dict[str, float]:
     """Largest distance of each product of this rank's part from the same part of one process's, over its size."""
     group: Any = torch.distributed.group.WORLD
     rank = group.rank()
     x, weight, grad = _whole()
-    how = fp8.Fp8(RECIPES[recipe], E5M2)
+    draw = Draw(1, "weight")
+    how = Multiplication(recipe(name, E5M2), draw=draw)
     y, for_x, for_weight = _products(x, weight, grad, how)
 
     def half(matrix: torch.Tensor, dim: int) -> torch.Tensor:
         return matrix.chunk(2, dim)[rank]
 
     over = [group] if told else []
+    own = Places(rank, 2) if told else Places()
+    by_output, by_token = replace(how, draw=replace(draw, columns=own)), replace(how, draw=replace(draw, rows=own))
     found = {}
-    column = replace(how, outputs_over=over, sums_over=group)
+    column = replace(by_output, outputs_over=over, sums_over=group)
     found["outputs"] = (
         _products(x, half(weight, 0), half(grad, 1), column),
         (half(y, 1), for_x, half(for_weight, 0)),
     )
-    gathers = replace(how, outputs_over=over, gathers_over=group)
+    gathers = replace(by_output, outputs_over=over, gathers_over=group)
     found["outputs, sequence"] = (
         _products(half(x, 0), half(weight, 0), half(grad, 1), gathers),
         (half(y, 1), half(for_x, 0), half(for_weight, 0)),
@@ -82,7 +90,7 @@ def _distances(recipe: str, told: bool) -> dict[str, float]:
     part_of_y, *of_row = _products(half(x, 1), half(weight, 1), grad, replace(how, inputs_over=over))
     torch.distributed.all_reduce(part_of_y)
     found["inputs"] = ((part_of_y, *of_row), (y, half(for_x, 1), half(for_weight, 1)))
-    of_y, of_x, part = _products(half(x, 0), weight, half(grad, 0), replace(how, tokens_over=over))
+    of_y, of_x, part = _products(half(x, 0), weight, half(grad, 0), replace(by_token, tokens_over=over))
     torch.distributed.all_reduce(part)
     found["tokens"] = ((of_y, of_x, part), (half(y, 0), half(for_x, 0), for_weight))
     return {
@@ -93,15 +101,16 @@ def _distances(recipe: str, told: bool) -> dict[str, float]:
 
 def _all_distances(recipes: list[str]) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
     torch.distributed.init_process_group("gloo")
-    return {recipe: (_distances(recipe, told=True), _distances(recipe, told=False)) for recipe in recipes}
+    return {name: (_distances(name, told=True), _distances(name, told=False)) for name in recipes}
 
 
 def test_a_divided_layer_rounds_as_the_whole_one() -> None:
-    """Ranks that each take their own part's largest values round otherwise, but for blocks, which nobody divides."""
+    """Ranks that each take their own part's largest values, or draw as if they had all, round otherwise, but for
+    blocks, which nobody divides."""
     for found in run_ranks(2, _all_distances, list(RECIPES)):
-        for recipe, (told, alone) in found.items():
-            assert max(told.values()) < 1e-6, (recipe, told)  # sums in another order
-            assert recipe == "blockwise" or min(alone.values()) > 1e-4, (recipe, alone)
+        for name, (told, alone) in found.items():
+            assert max(told.values()) < 1e-6, (name, told)  # sums in another order
+            assert name in OF_BLOCKS or min(alone.values()) > 1e-4, (name, alone)
 
 
 LAYOUTS = {
