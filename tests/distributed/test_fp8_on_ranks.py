@@ -1,7 +1,7 @@
-"""FP8 in all layouts: the same numbers are rounded by the same scales, alone and divided.
+"""Eight and four bits in all layouts: the same numbers are rounded by the same scales, alone and divided.
 
 Rounding hides a difference of 1e-7 but where the middle between two numbers of the format lies in it: there it becomes
-a sixteenth, and so on in the next layer. A layer is therefore compared exactly, and a curve with how far FP8 itself
+a sixteenth, and so on in the next layer. A layer is therefore compared exactly, and a curve with how far the format
 takes it from the one without, as a curve in bf16 is with fp32.
 """
 
@@ -123,27 +123,61 @@ LAYOUTS = {
     "FSDP2": (2, "--use-torch-fsdp2"),
     "Megatron-FSDP": (2, "--use-megatron-fsdp"),
 }
-OF_WHOLE_LAYERS = ("PP2", "DP2 overlapped", "FSDP2")
+EXPERTS_OF_RANKS = "--expert-model-parallel-size 2"
+OF_EXPERTS = {
+    "EP2": (2, EXPERTS_OF_RANKS),
+    "EP2, gathered": (2, f"{EXPERTS_OF_RANKS} --moe-token-dispatcher-type allgather"),
+    "TP2 SP": (2, f"{TP2} --sequence-parallel"),
+    "TP2 SP, EP2 ETP1": (2, f"{TP2} --sequence-parallel {EXPERTS_OF_RANKS} --expert-tensor-parallel-size 1"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "DP2 overlapped": LAYOUTS["DP2 overlapped"],
+    "EP2 PP2": (4, f"{EXPERTS_OF_RANKS} --pipeline-model-parallel-size 2"),
+}
+OF_WHOLE_LAYERS = ("PP2", "DP2 overlapped", "FSDP2", "EP2", "EP2, gathered", "EP2 PP2")
 """Layouts that divide no product, and so no sum before it is rounded."""
-PLAIN_RUN = {("tensorwise", "TP2 SP"), ("rowwise", "CP2"), ("rowwise", "TP2, fused gradients"), ("tensorwise", "FSDP2")}
+
+_EXPERTS = "--num-layers 2 --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64"
+_LATENTS = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16"
+SHAPES = {
+    "dense": (f"{MODELS['learned positions, biases']} --num-layers 2", LAYOUTS),
+    "experts": (f"{MODELS['experts']} {_EXPERTS}", OF_EXPERTS),
+    "latents and a depth": (
+        f"--num-layers 2 --position-embedding-type rope --swiglu --disable-bias-linear {_LATENTS} --v-head-dim 16 "
+        "--untie-embeddings-and-output-weights --mtp-num-layers 1",
+        LAYOUTS,
+    ),
+}
+"""Flags of a model, and the layouts to compare it in."""
+
+FORMATS = {
+    **{name: f"--fp8-format hybrid --fp8-recipe {name}" for name in ("tensorwise", "rowwise", "mxfp8")},
+    **{name: f"--fp4-format e2m1 --fp4-recipe {name}" for name in ("mxfp4", "nvfp4")},
+}
+PLAIN_RUN = {
+    *(("dense", *pair) for pair in (("tensorwise", "TP2 SP"), ("rowwise", "CP2"), ("rowwise", "TP2, fused gradients"))),
+    *(("dense", *pair) for pair in (("tensorwise", "FSDP2"), ("nvfp4", "TP2 SP"))),
+    *(("experts", *pair) for pair in (("mxfp8", "EP2"), ("tensorwise", "EP2, gathered"), ("nvfp4", "EP2"))),
+    ("experts", "rowwise", "TP2 SP, EP2 ETP1"),
+    ("latents and a depth", "tensorwise", "PP2"),
+}
 STEPS = 4
 
 
 class Curves:
-    """Runs of one small model, each of one process once."""
+    """Runs of small models, each of one process once."""
 
     def __init__(self, folder: Path) -> None:
-        model = MODELS["learned positions, biases"]
-        smaller = "--num-layers 2 --ffn-hidden-size 128 --eval-interval 0"
-        self.flags = [*RECIPE.split(), *model.split(), *write_corpus(folder), *smaller.split()]
-        self.alone: dict[str, RunRecord] = {}
+        self.data = write_corpus(folder)
+        self.alone: dict[tuple[str, str], RunRecord] = {}
 
-    def run(self, flags: str, ranks: int = 1) -> RunRecord:
+    def run(self, shape: str, flags: str, ranks: int = 1) -> RunRecord:
+        smaller = f"--ffn-hidden-size 128 --eval-interval 0 {flags}"
+        words = [*RECIPE.split(), *SHAPES[shape][0].split(), *self.data, *smaller.split()]
         if ranks > 1:
-            return record([*self.flags, *flags.split()], ranks, STEPS)
-        if flags not in self.alone:
-            self.alone[flags] = record([*self.flags, *flags.split()], 1, STEPS)
-        return self.alone[flags]
+            return record(words, ranks, STEPS)
+        if (shape, flags) not in self.alone:
+            self.alone[shape, flags] = record(words, 1, STEPS)
+        return self.alone[shape, flags]
 
 
 @pytest.fixture(scope="module")
@@ -152,19 +186,19 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layout"),
+    ("shape", "name", "layout"),
     [
         # The others are slow: a layer's numbers above have each recipe under each way to divide it.
-        pytest.param(recipe, layout, marks=[] if (recipe, layout) in PLAIN_RUN else [pytest.mark.slow])
-        for recipe in ("tensorwise", "rowwise")
-        for layout in LAYOUTS
+        pytest.param(*row, marks=[] if row in PLAIN_RUN else [pytest.mark.slow])
+        for row in ((shape, name, layout) for shape in SHAPES for name in FORMATS for layout in SHAPES[shape][1])
+        # The dense model has the other layouts.
+        if row[0] != "latents and a depth" or row[2] in ("PP2", "TP2 SP", "DP2 overlapped")
     ],
 )
-def test_a_layout_has_the_curve_of_one_process(recipe: str, layout: str, curves: Curves) -> None:
-    ranks, flags = LAYOUTS[layout]
-    in_fp8 = f"--fp8-format hybrid --fp8-recipe {recipe}"
-    without, alone = curves.run(""), curves.run(in_fp8)
-    run = curves.run(f"{in_fp8} {flags}", ranks)
+def test_a_layout_has_the_curve_of_one_process(shape: str, name: str, layout: str, curves: Curves) -> None:
+    ranks, flags = SHAPES[shape][1][layout]
+    without, alone = curves.run(shape, ""), curves.run(shape, FORMATS[name])
+    run = curves.run(shape, f"{FORMATS[name]} {flags}", ranks)
     found, apart = compare(alone, run), compare(without, alone)
     assert not found.weights
     assert not found.flaws
