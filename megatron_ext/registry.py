@@ -39,6 +39,7 @@ EXTENSION_POINTS = {
     "next_tokens": "functions that describe the depths of multi-token prediction (parts/stack.py)",
     "optimizers": "traits of optimizers (config/derived/optimizers.py)",
     "other_flags": "flags of other programs (config/parse/other_flags.py)",
+    "product_formats": "how linear layers and experts multiply while they are trained (parts/protocol.py)",
     "preloaded": "modules that the fork server of ranks imports (forkserver/preload.py)",
     "resolvers": "functions that derive what a plugin's flags imply (config/resolve.py)",
     "rules": "rules of validation (rules/validate.py)",
@@ -46,6 +47,7 @@ EXTENSION_POINTS = {
     "sinks": "functions from a run to what its metrics are written to (train/callbacks/standard.py)",
     "warnings": "functions from typed values, configuration and facts to warnings (rules/warnings.py)",
     "switches": "pairs of a field that turns on what a plugin does, and its values, None for any (rules/run_rules.py)",
+    "ways": "ways of computing a layer, by name (parts/ways.py)",
     "translators": "functions that read a command line of another program (config/parse/command_line.py)",
 }
 """Extension points, by name: to each a plugin brings a tuple of objects, which the named file describes."""

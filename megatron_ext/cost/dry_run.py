@@ -34,8 +34,8 @@ from megatron_ext.cost.state_bytes import state_bytes
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count, count_per_rank, vocabulary_padding
 from megatron_ext.parts.experts.describe import Experts
-from megatron_ext.parts.linear.describe import layers_in_fp8
 from megatron_ext.parts.stack import layers
+from megatron_ext.registry import brought
 
 _MOST_RANKS_LISTED = 64
 
@@ -102,16 +102,8 @@ def _model(config: Config) -> list[str]:
         f"parameters           {total:,} ({parameters_without_embeddings(config):,} without embeddings and output)",
         f"vocabulary           {config.model.padded_vocab_size:,} rows, {padding:,} of them padding",
         f"FLOPs per token      {flops_per_token(config):,} (forward and backward, causal attention)",
-        *_fp8(config),
+        *(line for formats in brought("product_formats") for line in formats.described(config)),
     ]
-
-
-def _fp8(config: Config) -> list[str]:
-    if config.training.fp8_format is None:
-        return []
-    chosen = f"--fp8-format {config.training.fp8_format}, --fp8-recipe {config.training.fp8_recipe}"
-    of = f"{len(layers_in_fp8(config))} of {len(layers(config))} layers"
-    return [f"products in FP8      {chosen}, in {of}; estimates of memory and time are those without"]
 
 
 def _experts(config: Config) -> list[str]:

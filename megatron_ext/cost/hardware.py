@@ -2,7 +2,9 @@
 of the time model, each with its source or its fit.
 
 A flag of tools/plan.py can replace any number of the table. Peaks are for dense matrices: data sheets print twice as
-much for 16-bit types "with sparsity". Link bandwidths are of one direction and one device: half of the sum over both
+much for types of 16 and 8 bits "with sparsity". Peaks of 8 and 4 bits are of the same sheets: NVIDIA's of H100, H200,
+HGX B200 and B300, GB200 and GB300 NVL72 (B300's dense rate of 4 bits is 3/4 of the sparse one), AMD's of MI300X and
+MI355X. Link bandwidths are of one direction and one device: half of the sum over both
 directions that data sheets print. Memory is the size that a driver reports to a program
 (torch.cuda.get_device_properties): neither the data sheet's figure in powers of ten nor in powers of two.
 
@@ -170,6 +172,10 @@ class Hardware:
     """Whether the shares come from published runs on this device, or are assumed."""
 
     source: str
+    peak_8bit_tflops: float | None = None
+    """Peak of products of 8-bit floating-point factors; None: it has none, and multiplies in 16 bits."""
+
+    peak_4bit_tflops: float | None = None
 
     @property
     def is_gpu(self) -> bool:
@@ -181,6 +187,12 @@ class Hardware:
         if training.mixed_precision:
             return self.peak_16bit_tflops * 1e12
         return (self.peak_tf32_tflops if training.tf32 else self.peak_fp32_tflops) * 1e12
+
+    def gain(self, bits: int) -> float:
+        """Return the peak of products whose factors have this number of bits over the peak of 16-bit products; 1 where
+        it has no such products, or where the number is 0, which stands for the precision of the run."""
+        peak = {8: self.peak_8bit_tflops, 4: self.peak_4bit_tflops}.get(bits)
+        return 1.0 if peak is None else peak / self.peak_16bit_tflops
 
 
 @dataclass(frozen=True)
@@ -255,35 +267,50 @@ TABLE = {
         ),
         Hardware(
             "h100", 989.5, 494.5, 67.0, 85.0, 3350.0, 450.0, 50.0, 700.0, 0.735, 0.60, 0.186, True,
-            f"NVIDIA H100 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares: fit; FlashAttention-3 (arXiv:2407.08608)",
+            f"NVIDIA H100 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares: fit; FlashAttention-3 (arXiv:2407.08608)", 1979.0,
         ),
         Hardware(
             "h100-96-500w", 989.5, 494.5, 67.0, 102.0, 2400.0, 450.0, 50.0, 500.0, 0.740, 0.604, 0.188, True,
-            "H100 of 96 GB HBM2e at 500 W, Meta's Grand Teton (pytorch/torchtitan, benchmarks). Shares: fit",
+            "H100 of 96 GB HBM2e at 500 W, Meta's Grand Teton (pytorch/torchtitan, benchmarks). Shares: fit", 1979.0,
         ),
         Hardware(
             "h100-pcie", 756.0, 378.0, 51.2, 85.0, 2039.0, 64.0, 25.0, 350.0, 0.60, 0.50, 0.155, False,
-            f"NVIDIA H100 PCIe {_SHEETS}PCIe 5.0 x16 between devices. Shares assumed: 350 W",
+            f"NVIDIA H100 PCIe {_SHEETS}PCIe 5.0 x16 between devices. Shares assumed: 350 W", 1513.0,
         ),
         Hardware(
             "h200", 989.5, 494.5, 67.0, 149.8, 4800.0, 450.0, 50.0, 700.0, 0.735, 0.60, 0.186, False,
-            f"NVIDIA H200 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares as H100, the same chip",
+            f"NVIDIA H200 SXM {_SHEETS}DGX, 400 Gb/s a GPU. Shares as H100, the same chip", 1979.0,
         ),
         Hardware(
             "b200", 2250.0, 1125.0, 75.0, 191.5, 8000.0, 900.0, 50.0, 1000.0, 0.70, 0.50, 0.155, False,
-            f"NVIDIA HGX B200 {_SHEETS}DGX, 400 Gb/s a GPU. Shares assumed",
+            f"NVIDIA HGX B200 {_SHEETS}DGX, 400 Gb/s a GPU. Shares assumed", 4500.0, 9000.0,
         ),
         Hardware(
             "gb200", 2500.0, 1250.0, 80.0, 198.0, 8000.0, 900.0, 50.0, 1200.0, 0.70, 0.50, 0.155, False,
             f"NVIDIA GB200 NVL72 {_SHEETS}400 Gb/s a GPU; --gpus-per-node 72 for a rack of one NVLink. Shares assumed",
+            5000.0, 10000.0,
+        ),
+        Hardware(
+            "b300", 2250.0, 1125.0, 75.0, 270.0, 8000.0, 900.0, 100.0, 1100.0, 0.70, 0.50, 0.155, False,
+            f"NVIDIA HGX B300 {_SHEETS}DGX, 800 Gb/s a GPU. Shares assumed", 4500.0, 13500.0,
+        ),
+        Hardware(
+            "gb300", 2500.0, 1250.0, 80.0, 279.0, 8000.0, 900.0, 100.0, 1400.0, 0.70, 0.50, 0.155, False,
+            f"NVIDIA GB300 NVL72 {_SHEETS}800 Gb/s a GPU; --gpus-per-node 72 for a rack of one NVLink. Shares assumed",
+            5000.0, 15000.0,
         ),
         Hardware(
             "mi300x", 1307.4, 653.7, 163.4, 206.1, 5300.0, 448.0, 50.0, 750.0, 0.55, 0.40, 0.20, False,
-            f"AMD Instinct MI300X {_SHEETS}400 Gb/s a GPU, 7 links of 64 GB/s inside. Shares assumed",
+            f"AMD Instinct MI300X {_SHEETS}400 Gb/s a GPU, 7 links of 64 GB/s inside. Shares assumed", 2614.9,
+        ),
+        Hardware(
+            "mi355x", 2516.6, 157.3, 157.3, 309.2, 8000.0, 537.6, 50.0, 1400.0, 0.55, 0.40, 0.20, False,
+            f"AMD Instinct MI355X {_SHEETS}400 Gb/s a GPU, 7 links of 76.8 GB/s inside. Shares assumed",
+            5033.2, 10066.3,
         ),
         Hardware(
             "l40s", 362.0, 183.0, 91.6, 47.7, 864.0, 32.0, 25.0, 350.0, 0.60, 0.45, 0.25, False,
-            f"NVIDIA L40S {_SHEETS}PCIe 4.0 x16 between devices, 200 Gb/s a GPU. Shares assumed",
+            f"NVIDIA L40S {_SHEETS}PCIe 4.0 x16 between devices, 200 Gb/s a GPU. Shares assumed", 733.0,
         ),
         Hardware(
             "cpu", 0.1, 0.1, 0.1, 8.0, 10.0, 2.0, 1.0, 65.0, 0.5, 0.3, 0.3, False,
@@ -306,7 +333,7 @@ def hardware(name: str, **figures: float | None) -> Hardware:
     bandwidth = figures.get("memory_bandwidth_gb_s")
     if bandwidth is not None:
         same = [other for other in TABLE.values() if other.peak_16bit_tflops == row.peak_16bit_tflops]
-        row = min(same, key=lambda other: abs(other.memory_bandwidth_gb_s - bandwidth))
+        row = min(same, key=lambda other: (abs(other.memory_bandwidth_gb_s - bandwidth), other.name != name))
         if abs(row.memory_bandwidth_gb_s / bandwidth - 1) > _ALIKE:
             row = TABLE[name]
     return dataclasses.replace(row, **{key: value for key, value in figures.items() if value is not None})

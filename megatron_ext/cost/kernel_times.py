@@ -14,6 +14,7 @@ from megatron_ext.cost.hardware import Machine
 from megatron_ext.cost.stage_parameters import Shapes
 from megatron_ext.parts.protocol import Part, Product
 from megatron_ext.parts.stack import Layer
+from megatron_ext.registry import brought
 
 Passes = tuple[float, float]
 """Seconds of a forward and of a backward pass."""
@@ -28,6 +29,10 @@ class Kernels:
         share = machine.processes_share(config.layout.world_size)
         peak = machine.devices.peak_flops(config.training) * share
         self.rate = peak * machine.matmul_share
+        chosen = next(filter(None, (formats.bits(config) for formats in brought("product_formats"))), None)
+        self.low_share, self.low_bits = chosen or (0.0, (0, 0, 0))
+        """Share of the layers that multiply in fewer bits, and the bits of the three products."""
+        self.gains = tuple(machine.devices.gain(bits) for bits in self.low_bits)
         self.attention_rate = peak * (machine.fsdp_attention_share if fsdp else machine.attention_share)
         self.bandwidth = machine.devices.memory_bandwidth_gb_s * 1e9 * share
         """Memory bandwidth of the data sheet, in bytes a second."""
@@ -45,7 +50,8 @@ class Kernels:
         """Return the seconds of the mixer's projections, of its core, and of the MLP with the further products of a
         depth of multi-token prediction."""
         if layer not in self._of_kinds:
-            forward, backward = map(sum, zip(self._part(layer.mlp), self._part(layer.next_token), strict=True))
+            ahead = self._part(layer.next_token, low=False)
+            forward, backward = map(sum, zip(self._part(layer.mlp), ahead, strict=True))
             self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), (forward, backward)
         return self._of_kinds[layer]
 
@@ -61,28 +67,45 @@ class Kernels:
         waits = (1 + edge / rows) * (1 + edge / columns) * (1 + start / inner)
         return product.flops / self.rate * waits
 
-    def _all(self, products: list[Product]) -> Passes:
+    def _all(self, products: list[Product], low: bool = False) -> Passes:
         """Return the seconds of some products and of their gradients, each at least the time to read the weights; a
-        weight's gradient is added to its sum in fp32, which is read and written."""
+        weight's gradient is added to its sum in fp32, which is read and written.
+
+        Args:
+            low: whether they are in fewer bits in some layers; the seconds are then the mean over all layers.
+        """
         forward = backward = 0.0
         for product in products:
             weights = product.number * product.columns * product.inner
             of_input, of_weights = product.backward()
             read, added = weights * self.width / self.stream, weights * 8 / self.stream
-            forward += max(self.product(product), read)
-            backward += max(self.product(of_input), read) + max(self.product(of_weights), added)
+            seconds = [
+                self._mean(one, number if low else None) for number, one in enumerate((product, of_input, of_weights))
+            ]
+            forward += max(seconds[0], read)
+            backward += max(seconds[1], read) + max(seconds[2], added)
         return forward, backward
 
-    def _part(self, part: Part | None) -> Passes:
+    def _mean(self, product: Product, number: int | None) -> float:
+        """Return the mean seconds of a product over layers with fewer bits, which read both factors, and write and read
+        them rounded, and layers without."""
+        seconds = self.product(product)
+        if number is None or not self.low_share:
+            return seconds
+        factors = product.number * product.inner * (product.rows + product.columns)
+        rounding = factors * (self.width + 2 * self.low_bits[number] / 8) / self.stream
+        return seconds + self.low_share * (seconds / self.gains[number] + rounding - seconds)
+
+    def _part(self, part: Part | None, *, low: bool = True) -> Passes:
         """Return the seconds of a part's products, the program's own calls included."""
         if part is None:
             return 0.0, 0.0
         products = self.products.of(part)
-        forward, backward = self._all([product for product in products if not product.routed])
+        forward, backward = self._all([product for product in products if not product.routed], low)
         if routed := [product for product in products if product.routed]:
             # All wait for the rank whose experts have most tokens.
             most = self.constants.imbalance if self.products.share.experts > 1 else 1.0
-            ahead, back = self._all(routed)
+            ahead, back = self._all(routed, low)
             forward, backward = forward + most * ahead, backward + most * back
         return with_calls((forward, backward), self.calls)
 

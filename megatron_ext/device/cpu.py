@@ -103,8 +103,8 @@ class CpuDevice:
     def bind_group(self) -> None:
         """Do nothing: there is one CPU to communicate from."""
 
-    def lacks_for_fp8(self, *, blocks: bool) -> None:
-        """Lack nothing: the same numbers are multiplied in fp32."""
+    def compute_capability(self) -> None:
+        """Return None."""
 
     def lacks_for_overlap(self, group: ProcessGroup) -> str | None:
         """Lack what GPUs read of each other: products wait for what gloo sends."""

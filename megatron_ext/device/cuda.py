@@ -69,14 +69,8 @@ class CudaDevice:
     def bind_group(self) -> None:
         torch.distributed.all_reduce(torch.zeros(1, device=self.torch_device))
 
-    def lacks_for_fp8(self, *, blocks: bool) -> str | None:
-        major, minor = torch.cuda.get_device_capability(self.torch_device)
-        here = f"{self.model_name} has compute capability {major}.{minor}"
-        if (major, minor) < (8, 9):
-            return f"FP8 needs compute capability 8.9 or more, and {here}"
-        if blocks and major != 9:
-            return f"scales for blocks need compute capability 9.0 (Hopper), and {here}"
-        return None
+    def compute_capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self.torch_device)
 
     def lacks_for_overlap(self, group: ProcessGroup) -> str | None:
         return symmetric_memory.obstacle(group, self.torch_device)

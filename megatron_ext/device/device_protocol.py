@@ -74,8 +74,8 @@ class Device(Protocol):
         """
         ...
 
-    def lacks_for_fp8(self, *, blocks: bool) -> str | None:
-        """Return why FP8 products, with a scale for each block or others, cannot run here; None if they can."""
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Return a GPU's compute capability, major and minor; None on a CPU."""
         ...
 
     def lacks_for_overlap(self, group: ProcessGroup) -> str | None:

@@ -27,10 +27,11 @@ from megatron_ext.parallel.groups import as_stage
 from megatron_ext.parts.attention.cached import Sequences, WholeSequences
 from megatron_ext.parts.attention.rope import RotaryTable, ScaledRotaryEmbedding
 from megatron_ext.parts.layer import read_ahead
-from megatron_ext.parts.linear.compute import keep_gathered, multiply_in_fp8
+from megatron_ext.parts.linear.compute import keep_gathered
 from megatron_ext.parts.norm.compute import norm_builder
 from megatron_ext.parts.spec import OwnSpec, block_spec
 from megatron_ext.parts.stack import final_norm, stack
+from megatron_ext.registry import brought
 
 # It warns on every rank and for every chunk that another model class will one day replace this one.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -268,7 +269,8 @@ def _build_chunk(
     _multiply_outputs(gpt, model)
     if gpt.pre_process and model.embed_layernorm:
         _normalize_embeddings(gpt, model)
-    multiply_in_fp8(gpt, config, pg_collection)
+    for formats in brought("product_formats"):
+        formats.install(gpt, config, pg_collection)
     keep_gathered(gpt, config)
     recomputes, compiles = config.training.recompute_granularity == "full", config.training.torch_compile
     if not config.layout.flags_that_divide_weights and not recomputes and not compiles:

@@ -314,6 +314,38 @@ class Part:
         yield from ()
 
 
+class ProductFormats:
+    """Formats in which a plugin has linear layers and experts multiply while they are trained, brought to the extension
+    point `product_formats`."""
+
+    def asked(self, config: Config) -> str | None:
+        """Return the flag that asks for them, with its value; None where none does."""
+        raise NotImplementedError
+
+    def missing(self, config: Config, device: Any) -> str | None:
+        """Return why a rank's device (`device.device_protocol.Device`) cannot multiply so, with a setting that works;
+        None where it can."""
+        raise NotImplementedError
+
+    def described(self, config: Config) -> list[str]:
+        """Return the lines of --dry-run about them."""
+        raise NotImplementedError
+
+    def bits(self, config: Config) -> tuple[float, tuple[int, int, int]] | None:
+        """Return the share of the layers that multiply so, and the bits of the factors of the forward product, the
+        input gradient and the weight gradient; None where no flag asks for it."""
+        raise NotImplementedError
+
+    def install(self, chunk: Any, config: Config, groups: Any) -> None:
+        """Have the layers of a model chunk multiply so, where the flags ask for it. Imports torch.
+
+        Args:
+            chunk: a module with this rank's layers.
+            groups: the rank's `ProcessGroupCollection`.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Depth(Part):
     """Modules around the transformer layer of one depth of multi-token prediction. Its `builder` takes the norm and the

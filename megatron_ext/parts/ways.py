@@ -3,19 +3,22 @@
     refusals(config, {"dropout": Asked("--attention-dropout is 0.1", "--attention-dropout 0")})
 
 A way is one that the flags choose: for attention whole sequences, documents, an exchange between context-parallel
-ranks, one of the kernels; for a layer products in FP8, recomputation, Transformer Engine. A piece is what a layer may
+ranks, one of the kernels; for a layer recomputation, Transformer Engine. A plugin brings its own ways to the extension
+point `ways`. A piece is what a layer may
 have and not every way can compute. A new piece is asked for in `Part.pieces` or `Layer.pieces`, and every way that
 lacks it says so here, or the piece says it (`Asked.lacked_by`) where its kind is a plugin's; nothing is assumed:
 tests/distributed/test_ways.py computes every piece in every way, or sees it refused. What a value needs of one other
 flag stands at its field (`config.schema.option.Need`).
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_ext.config.derived.attention_flags import chooses_nothing
 from megatron_ext.config.schema import Config
+from megatron_ext.registry import brought
 
 
 class Asked(NamedTuple):
@@ -39,13 +42,16 @@ class Way(NamedTuple):
 
     does: str
     """Description of the way, by the flags that choose it; `{exchanges}` stands for the values of --cp-comm-type, and
-    `{0.fp8_format}` for another flag of the training."""
+    `{0.attention_backend}` for another flag of the training."""
 
     lacks: Mapping[str, str]
     """Pieces that it cannot compute, and why."""
 
     instead: str = ""
     """Flags that choose a way which can, or which to leave out, if any."""
+
+    like: str = ""
+    """Name of another way, which lacks the same pieces for the same reasons."""
 
 
 def _exchanges_by(*kinds: str) -> Callable[[Config], bool]:
@@ -137,17 +143,6 @@ WAYS: dict[str, Way] = {
         },
         "--transformer-impl local",
     ),
-    "FP8": Way(
-        lambda config: config.training.fp8_format is not None,
-        "--fp8-format {0.fp8_format} multiplies in FP8",
-        {
-            "experts": (
-                "which would scale the tokens of an expert together, and which ranks' tokens these are follows from "
-                "the layout"
-            ),
-        },
-        "leave --fp8-format out to train them in bf16",
-    ),
 }
 
 RECOMPUTATIONS: dict[str, Way] = {
@@ -172,13 +167,19 @@ RECOMPUTATIONS: dict[str, Way] = {
 
 def lacks(name: str, way: Way, piece: str, asked: Asked) -> str | None:
     """Return why the way of this name cannot compute a piece; None where it can."""
-    return way.lacks.get(piece) or asked.lacked_by.get(name)
+    return way.lacks.get(piece) or asked.lacked_by.get(way.like or name)
 
 
-def refusals(config: Config, pieces: Mapping[str, Asked], ways: Mapping[str, Way] = WAYS) -> Iterator[str]:
+@functools.cache
+def every_way() -> Mapping[str, Way]:
+    """Return the ways of computing a layer by name, with those of plugins."""
+    return WAYS | {name: way for ways in brought("ways") for name, way in ways.items()}
+
+
+def refusals(config: Config, pieces: Mapping[str, Asked], ways: Mapping[str, Way] | None = None) -> Iterator[str]:
     """Yield why ways that the configuration takes cannot compute these pieces, each reason with a setting that
     works."""
-    for name, way in ways.items():
+    for name, way in (every_way() if ways is None else ways).items():
         lacking = {piece: why for piece, asked in pieces.items() if (why := lacks(name, way, piece, asked))}
         if not lacking or not way.is_taken(config):
             continue

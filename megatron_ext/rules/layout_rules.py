@@ -7,6 +7,7 @@ from megatron_ext.config.derived.optimizers import run_by, traits_of
 from megatron_ext.config.derived.overlapped_products import conflicts
 from megatron_ext.config.resolve import Facts, positive, runs_on_cpu
 from megatron_ext.config.schema import Config
+from megatron_ext.registry import brought
 from megatron_ext.rules.reads import all_read_the_layout, reads
 from megatron_ext.rules.suggest import divisors, listed, nearest_multiples, pipeline_sizes, tensor_sizes, use
 
@@ -61,7 +62,7 @@ def kept_gathers_are_those_of_plain_layers(config: Config, facts: Facts) -> Iter
     others = {
         f"--recompute-granularity {training.recompute_granularity}": training.recompute_granularity is not None,
         "--gradient-accumulation-fusion": training.gradient_accumulation_fusion,
-        f"--fp8-format {training.fp8_format}": training.fp8_format is not None,
+        **{flag: True for formats in brought("product_formats") if (flag := formats.asked(config))},
         "--torch-compile": training.torch_compile,
         "--transformer-impl transformer_engine": config.model.transformer_impl == "transformer_engine",
     }

@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.native.extra_files import other_versions
 from megatron_ext.checkpoint.native.lock import give_up, hold_until_exit
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.derived.optimizer_traits import OptimizerTraits
-from megatron_ext.config.schema import CheckpointConfig, Config, TrainingConfig
+from megatron_ext.config.schema import CheckpointConfig, Config
 from megatron_ext.device import external_kernels, hardware_queues
 from megatron_ext.errors import ConfigurationError, PeerLostError, StoppedBySignal, TrainingError
 from megatron_ext.gc_freeze import kept_from_the_collector
@@ -228,7 +228,7 @@ def _install_device(config: Config, status: RunStatus) -> "Device":
             kernels=external_kernels.asked_for(config),
             nccl_backend=config.layout.nccl_backend,
         )
-        require_fp8(config.training, here)
+        require_products(config, here)
         import megatron_ext.train.build  # noqa: F401 (with torch and megatron-core)
     return here
 
@@ -286,17 +286,10 @@ def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> C
     return configured
 
 
-def require_fp8(training: TrainingConfig, here: "Device") -> None:
-    """Raise ConfigurationError where --fp8-format asks for products that this rank's device does not have."""
-    recipe = training.fp8_recipe
-    missing = here.lacks_for_fp8(blocks=recipe == "blockwise") if training.fp8_format is not None else None
-    if missing is None:
-        return
-    other = "use --fp8-recipe rowwise, or " if here.lacks_for_fp8(blocks=False) is None else ""
-    raise ConfigurationError(
-        f"--fp8-format {training.fp8_format} --fp8-recipe {recipe}: {missing}; {other}leave --fp8-format out to train "
-        "in bf16"
-    )
+def require_products(config: Config, here: "Device") -> None:
+    """Raise ConfigurationError where the flags ask for products that this rank's device does not have."""
+    for missing in filter(None, (formats.missing(config, here) for formats in brought("product_formats"))):
+        raise ConfigurationError(missing)
 
 
 def _with_chosen_kernels(configured: Configured, here: "Device") -> tuple[Configured, str | None]:

@@ -301,6 +301,7 @@ READS_FIELDS_OF_LAYERS = {
     "config/derived/pipeline_split.py": "divides the number of layers over stages",
     "plugins/families/": "translate flags to config.json and compare them with those of a family",
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
+    "plugins/low_precision/rules.py": "judge what was typed",
     "plugins/huggingface/exporter.py": "writes the flags into the model card",
     "checkpoint/native/single_process.py": "sizes of the tensors that stack all layers in a checkpoint",
     "plugins/prove/gather.py": "names the modules of every layer",

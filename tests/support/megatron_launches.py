@@ -106,7 +106,6 @@ class Outcome:
 
 
 _NOT_TOGETHER = {
-    "--fp8-format": "FP8 with experts",
     "--cp-comm-type": "attention dropout in a ring of context-parallel ranks",
     "--multi-latent-attention": "latent attention next to learned positions",
     "--use-torch-fsdp2": "a loss scale (`--fp16`) under FSDP2",

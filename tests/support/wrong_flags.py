@@ -295,6 +295,11 @@ EXAMPLES = {
         "--world-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2 --fp8-format hybrid --fp8-recipe blockwise",
         "--fp8-recipe rowwise",
     ),
+    "Experts in FP8 that see a part of a microbatch": Example(
+        "--num-experts 4 --disable-bias-linear --world-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-tensor-parallel-size 1 --bf16 --fp8-format hybrid",
+        "--expert-tensor-parallel-size 2",
+    ),
     "Too few tokens for a block of FP8": Example("--fp8-format e4m3 --fp8-recipe blockwise", "--micro-batch-size 2"),
     "FSDP2 with buckets": Example("--world-size 2 --use-torch-fsdp2 --ddp-bucket-size 1000", "--use-torch-fsdp2=false"),
     "A share of the optimizer's state that stays where it is": Example(

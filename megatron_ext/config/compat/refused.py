@@ -152,16 +152,11 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     # Precision, optimizer, recomputation, and the batch.
     (
-        "products in FP4 are not in this version; use --fp8-format hybrid, or leave it out to train in bf16",
-        """
-        --fp4-format N, --fp4-recipe N =nvfp4, --fp4-quantizer-factory N, --fp4-param-gather
-        """,
-    ),
-    (
         "with --fp8-format all three products of a linear layer are in FP8, with scales as large as the format allows, "
         "and the output layer's in --bf16; leave it out",
         """
-        --no-fp8-wgrad, --disable-fp8-wgrad, --fp8-output-proj, --fp8-margin N =0, --fp8-quantizer-factory N
+        --no-fp8-wgrad, --disable-fp8-wgrad, --fp8-output-proj, --fp8-margin N =0, --fp8-quantizer-factory N,
+        --fp4-quantizer-factory N
         """,
     ),
     (

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from megatron_ext.config.schema.option import Need, ReadWith, free
 
 _FP16 = ReadWith("fp16", "without --fp16 there is no loss scale")
-_FP8 = ReadWith("fp8_format", "without --fp8-format nothing is in FP8")
-_IN_BF16 = ReadWith("first_last_layers_bf16", "without --first-last-layers-bf16 all layers are in FP8")
 _RECOMPUTES = ReadWith(
     ("recompute_granularity", "recompute_activations"), "without --recompute-granularity nothing is recomputed"
 )
@@ -114,47 +112,6 @@ class TrainingConfig:
     seed: int = free(1234, "Seed of weights, dropout and sample order.", at_least=0)
     bf16: bool = free(False, "Compute in bfloat16, with fp32 master weights.")
     fp16: bool = free(False, "Compute in float16, with fp32 master weights and a loss scale.")
-    fp8_format: str | None = free(
-        None,
-        "Multiply the linear layers of attention and MLP in FP8 while they are trained: e4m3, or hybrid with output "
-        "gradients in e5m2; on GPUs from compute capability 8.9 on, elsewhere with the same rounding.",
-        choices=("e4m3", "hybrid"),
-        untried_with_graphs=True,
-        computed_by_ours=True,
-    )
-    fp8_recipe: str = free(
-        "tensorwise",
-        "What has one scale in FP8, its largest absolute value at each use: a tensor, a row of a product's factor, or "
-        "1 x 128 elements of activations and 128 x 128 of weights (Hopper GPUs).",
-        choices=("tensorwise", "rowwise", "blockwise"),
-        refused={
-            "delayed": "its scales come from the steps before, and here they are those of the tensor itself",
-            "mxfp8": "its blocks of 32 need a Blackwell GPU, and no kernel for them is called here",
-            "custom": "it names a function of Transformer Engine's",
-        },
-        read_with=_FP8,
-        dropped_unread=True,
-    )
-    first_last_layers_bf16: bool = free(
-        False,
-        "With --fp8-format, leave the first and last layers of the model in --bf16.",
-        read_with=_FP8,
-        dropped_unread=True,
-    )
-    num_layers_at_start_in_bf16: int = free(
-        1,
-        "Layers at the start that --first-last-layers-bf16 leaves in --bf16.",
-        at_least=0,
-        read_with=_IN_BF16,
-        dropped_unread=True,
-    )
-    num_layers_at_end_in_bf16: int = free(
-        1,
-        "Layers at the end that --first-last-layers-bf16 leaves in --bf16.",
-        at_least=0,
-        read_with=_IN_BF16,
-        dropped_unread=True,
-    )
     attention_backend: str = free(
         "auto",
         "Kernel of attention over whole sequences: flash (FlashAttention), fused (cuDNN's), unfused (written out), or "

@@ -9,6 +9,7 @@ Shapes: T (token, expert) pairs on this rank, sorted by expert; E local experts;
 expert's width; I and O inputs and outputs of a matrix.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,8 @@ class ExpertMatrices(torch.nn.Module):
         super().__init__()
         self.experts, self.divided, self.gated, self.groups = experts, divided, gated, groups
         self.group_products = config.moe_grouped_gemm
+        self.trained_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        """Product in the place of this one while it is trained; None where there is no other."""
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.empty(len(experts), rows, columns, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
@@ -105,7 +108,9 @@ class ExpertMatrices(torch.nn.Module):
         """
         grouped = self.group_products and can_group(x_TI, self.weight)
         multiply = kernels.grouped_linear if grouped else kernels.linear_by_expert
-        if split_backward.splits(self.weight):
+        if self.trained_product is not None and self.training:
+            product_TO = self.trained_product(x_TI, self.weight, tokens_per_expert)
+        elif split_backward.splits(self.weight):
             product_TO = split_backward.linear_by_expert(
                 x_TI, self.weight, tokens_per_expert.tolist(), lambda x, weight: multiply(x, weight, tokens_per_expert)
             )

@@ -15,7 +15,6 @@ from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.mlp.describe import Mlp, mlp_of
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Exchange, Number, Part, Place, Product, Share, State, taken
-from megatron_ext.parts.ways import Asked
 
 # Indices of a (token, expert) pair; a probability and a mark for each expert. Counted.
 _OF_A_PAIR, _OF_A_LOGIT = 24, 5
@@ -177,10 +176,6 @@ class Experts(Part):
             each = self.top_k * (etp - 1) * own
             yield Exchange("ep", "all-gather", each, each, (1, 1), "m {layers} k (e-1) T", "mlp")
             yield Exchange("ep", "reduce-scatter", each, each, (1, 1), "m {layers} k (e-1) T", "mlp")
-
-    def pieces(self, config: Config) -> Mapping[str, Asked]:
-        """Return its request for products by expert."""
-        return {"experts": Asked(f"--num-experts is {self.count}")}
 
     def cannot(self, config: Config) -> Iterator[str]:
         """Yield the settings that a mixture of experts cannot be combined with, each with a setting that works."""

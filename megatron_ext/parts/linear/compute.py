@@ -5,11 +5,11 @@ then adds the bias inside the product, and no autograd function in Python is nee
 model's step 7% shorter.)
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_size
 from torch.distributed import ProcessGroup
 
@@ -25,17 +24,19 @@ from megatron_ext.config.schema import Config
 from megatron_ext.device import split_backward
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.weight_gradients import add_product_
-from megatron_ext.parts.linear import fp8, overlapped
-from megatron_ext.parts.linear.describe import layers_in_fp8
-from megatron_ext.parts.linear.scaled_products import compile_for_all_sizes
+from megatron_ext.parts.linear import overlapped
 from megatron_ext.parts.norm.compute import uninitialized
+
+TrainedProduct = Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]
+"""A product in the place of a layer's own while it is trained: from the layer's input and weight, gathered and summed
+over the tensor-parallel ranks as the layer does it, but not over inputs that these ranks divide."""
 
 
 class ColumnLinear(ColumnParallelLinear):
     """Computes Y = X A^T + b with the rows of A, and b, divided over the tensor-parallel ranks."""
 
-    in_fp8: fp8.Fp8 | None = None
-    """FP8 settings of the layer in training; None where it does not multiply in FP8."""
+    trained_product: TrainedProduct | None = None
+    """Product of the layer in training; None where it multiplies as elsewhere."""
     keeps_gathered = False
     """Whether it keeps the input that it has gathered (--sequence-parallel-keep-gathered)."""
     overlaps = False
@@ -51,12 +52,12 @@ class ColumnLinear(ColumnParallelLinear):
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return this rank's part of Y, and no bias to add later. input_: [..., columns of A]."""
-        if self.in_fp8 is not None and self.training:
+        if self.trained_product is not None and self.training:
             assert weight is None, "this layer multiplies with its own weight"
             assert not self.gather_output, "outputs stay divided"
             assert not runtime_gather_output, "outputs stay divided"
             assert self.weight is not None, "this layer has a weight"
-            output = fp8.linear(input_, self.weight, self.in_fp8)
+            output = self.trained_product(input_, self.weight)
             return output if self.bias is None else output + self.bias, None
         if not self.plain or self.weight is None or weight is not None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -120,8 +121,8 @@ class _GatheredLinear(torch.autograd.Function):
 class RowLinear(RowParallelLinear):
     """Computes Y = X A^T + b with the columns of A divided over the tensor-parallel ranks."""
 
-    in_fp8: fp8.Fp8 | None = None
-    """FP8 settings of the layer in training; None where it does not multiply in FP8."""
+    trained_product: TrainedProduct | None = None
+    """Product of the layer in training; None where it multiplies as elsewhere."""
     overlaps = False
     """Whether it multiplies while it communicates (--tp-comm-overlap)."""
 
@@ -140,13 +141,13 @@ class RowLinear(RowParallelLinear):
             if self.skip_bias_add:
                 return output, self.bias
             return output if self.bias is None else output + self.bias, None
-        if not self.plain or (self.in_fp8 is not None and self.training):
+        if not self.plain or (self.trained_product is not None and self.training):
             return super().forward(input_)
         return linear(input_, self.weight, self.bias), None
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **settings: Any) -> torch.Tensor:
-        if self.in_fp8 is not None and self.training:
-            return fp8.linear(input, weight, self.in_fp8)
+        if self.trained_product is not None and self.training:
+            return self.trained_product(input, self.weight)
         if split_backward.splits(weight):
             return split_product(input, weight, settings)
         if self.gradient_accumulation_fusion:
@@ -196,21 +197,6 @@ def overlap_communication(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         if isinstance(module, ColumnLinear | RowLinear) and module not in of_experts:
             module.overlaps = True
-
-
-def multiply_in_fp8(chunk: torch.nn.Module, config: Config, groups: ProcessGroupCollection) -> None:
-    """Have the linear layers of a model chunk's transformer layers multiply in FP8, where the flags ask for it."""
-    chosen = layers_in_fp8(config)
-    if chosen:
-        compile_for_all_sizes()
-    for layer in (module for module in chunk.modules() if chosen and isinstance(module, TransformerLayer)):
-        if layer.layer_number - 1 not in chosen:
-            continue
-        for module in layer.modules():
-            if isinstance(module, ColumnLinear):
-                module.in_fp8 = fp8.products_of(config, groups, divides="outputs")
-            elif isinstance(module, RowLinear):
-                module.in_fp8 = fp8.products_of(config, groups, divides="inputs")
 
 
 class WholeLinear(torch.nn.Module):

@@ -384,7 +384,6 @@ class LatentAttention(Attention):
         """Return the pieces that latent attention asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
             "Transformer Engine": "which was never run with latents here",
-            "FP8": "which has no products for latents",
         }
         return {**super().pieces(config), "latent": Asked("--multi-latent-attention is given", lacked_by=lacked_by)}
 

@@ -75,7 +75,6 @@ class NextToken(Depth):
     def pieces(self, config: Config) -> Mapping[str, Asked]:
         """Return the piece that multi-token prediction asks of a way of computing a layer (`parts/ways.py`)."""
         lacked_by = {
-            "FP8": "which was never compared with another layout in the depths of multi-token prediction",
             "several layers": "and a depth of multi-token prediction is one by itself",
         }
         asked = f"--mtp-num-layers is {config.model.mtp_num_layers}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_ext.config.schema import Config
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.registry import brought
 from megatron_ext.train.extensions import NONE, Extensions
 
 if TYPE_CHECKING:
@@ -160,7 +161,9 @@ def _trained(
             if trainer.run.state.iteration == begun:
                 shards["first gradients"] = gather.gradients(trainer.run)
 
-    trainer = Trainer(run, [CaptureGradients(), *extensions.made_callbacks()], extensions.learning_rate)
+    brought_ones = [one for callbacks_of in brought("callbacks") for one in callbacks_of(run)]
+    callbacks = [CaptureGradients(), *brought_ones, *extensions.made_callbacks()]
+    trainer = Trainer(run, callbacks, extensions.learning_rate)
     taps = gather.Taps(run) if outputs else None
     losses, grad_norms = [], []
     for _ in range(steps):

@@ -22,27 +22,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     return made
 
 
-@pytest.mark.parametrize(
-    ("capability", "any_scale", "blocks"),
-    [
-        ((8, 0), False, False),
-        ((8, 9), True, False),
-        ((9, 0), True, True),
-        ((10, 0), True, False),
-        ((7, 9), False, False),
-    ],
-)
-def test_what_a_gpu_lacks_for_fp8(
-    capability: tuple[int, int], any_scale: bool, blocks: bool, gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    here = f"H100 has compute capability {capability[0]}.{capability[1]}"
-    for asks, works in ((False, any_scale), (True, blocks)):
-        lacks = gpu.lacks_for_fp8(blocks=asks)
-        assert (lacks is None) == works
-        assert lacks is None or lacks.endswith(f", and {here}")
-    if any_scale and not blocks:
-        assert str(gpu.lacks_for_fp8(blocks=True)).startswith("scales for blocks need compute capability 9.0 (Hopper)")
+def test_a_gpus_compute_capability(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 1 else None)
+    assert gpu.compute_capability() == (9, 0)
 
 
 def test_a_gpus_memory_and_times(gpu: CudaDevice) -> None:

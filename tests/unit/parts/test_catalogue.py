@@ -16,7 +16,6 @@ from megatron_ext.parts.catalogue import (
     stages,
 )
 from megatron_ext.parts.experts.describe import Experts
-from megatron_ext.parts.linear.describe import layers_in_fp8, multiple_of
 from megatron_ext.parts.mlp.describe import Mlp
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.parameter import Parameter
@@ -259,19 +258,3 @@ def test_own_parameters_that_cannot_be_are_refused(parameter: Parameter, problem
         return
     with pytest.raises(ConfigurationError, match=f"layer_parameters: mix of shape .*{problem}"):
         parameters(own)
-
-
-@pytest.mark.parametrize(
-    ("are_others", "start", "end", "chosen"),
-    [(False, 2, 1, [0, 1, 2, 3]), (True, 2, 0, [2, 3]), (True, 0, 1, [0, 1, 2]), (True, 1, 1, [1, 2])],
-)
-def test_layers_that_multiply_in_fp8(are_others: bool, start: int, end: int, chosen: list[int]) -> None:
-    training = {"first_last_layers_bf16": are_others, "num_layers_at_start_in_bf16": start}
-    training |= {"num_layers_at_end_in_bf16": end}
-    assert list(layers_in_fp8(distinct_config(training={**training, "fp8_format": "hybrid"}))) == chosen
-    assert list(layers_in_fp8(distinct_config(training=training))) == []
-    sides = {
-        recipe: multiple_of(distinct_config(training={"fp8_recipe": recipe}))
-        for recipe in ("tensorwise", "rowwise", "blockwise")
-    }
-    assert sides == {"tensorwise": 16, "rowwise": 16, "blockwise": 128}

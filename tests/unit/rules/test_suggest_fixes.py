@@ -122,7 +122,7 @@ def test_every_printed_fix_works(model: str) -> None:
     assert silent <= OF_FACTS | (OF_DENSE_MODELS if model == "experts" else set())
 
 
-OF_DENSE_MODELS = {"expert_flags_need_experts", "fp8_takes_whole_blocks", "transformer_engine_is_installed"}
+OF_DENSE_MODELS = {"expert_flags_need_experts", "transformer_engine_is_installed"}
 
 
 OF_FACTS = {

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.schema import TrainingConfig
 from megatron_ext.errors import ConfigurationError, DataError, StoppedBySignal
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.train.pretrain import pretrain, require_fp8
+from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.trainer import Callback
 from tests.support.corpora import write_corpus
 from tests.support.resaving import Saved, assert_same_tensors, tensors_of
@@ -151,52 +150,6 @@ def test_memory_that_is_the_same_is_not_saved_by_moving_there(capsys: pytest.Cap
     pretrain([*ALONE, "--optimizer-cpu-offload", "--use-distributed-optimizer"])
     same = "warning: --optimizer-cpu-offload saves nothing with --device cpu: it is the same memory\n"
     assert same in capsys.readouterr().out
-
-
-class Gpu:
-    """In the place of a GPU: what it lacks for products in fp8, in blocks or whole."""
-
-    kind = "cuda"
-
-    def __init__(self, *, blocks: str | None = None, rows: str | None = None):
-        self.lacks = {True: blocks, False: rows}
-
-    def lacks_for_fp8(self, *, blocks: bool) -> str | None:
-        return self.lacks[blocks]
-
-
-@pytest.mark.parametrize(
-    ("format", "recipe", "here", "said"),
-    [
-        (None, "blockwise", Gpu(blocks="no blocks", rows="no fp8"), None),
-        ("e4m3", "blockwise", Gpu(), None),
-        ("e4m3", "rowwise", Gpu(blocks="no blocks"), None),
-        (
-            "e4m3",
-            "blockwise",
-            Gpu(blocks="no blocks"),
-            "--fp8-format e4m3 --fp8-recipe blockwise: no blocks; use --fp8-recipe rowwise, or leave --fp8-format out "
-            "to train in bf16",
-        ),
-        (
-            "hybrid",
-            "rowwise",
-            Gpu(blocks="no blocks", rows="no fp8"),
-            "--fp8-format hybrid --fp8-recipe rowwise: no fp8; leave --fp8-format out to train in bf16",
-        ),
-    ],
-)
-def test_products_in_fp8_that_a_device_does_not_have(
-    format: str | None, recipe: str, here: Any, said: str | None
-) -> None:
-    """What would work there is advised, and nothing else."""
-    training = TrainingConfig(fp8_format=format, fp8_recipe=recipe)  # pyright: ignore[reportArgumentType]
-    if said is None:
-        require_fp8(training, here)
-        return
-    with pytest.raises(ConfigurationError) as raised:
-        require_fp8(training, here)
-    assert str(raised.value) == said
 
 
 FLAGS = [*(word for word in MODEL if word != "--mock-data"), "--tokenizer-type", "NullTokenizer", "--eval-iters", "0"]

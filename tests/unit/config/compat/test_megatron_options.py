@@ -15,7 +15,8 @@ from tests.support.megatron_wheel import UNREADABLE, wheel_options
 
 FEWER_CHOICES = {
     "--transformer-impl": "the inference variant is not for training",
-    "--fp8-recipe": "scales of past steps, and blocks for Blackwell, are not in this version; rowwise is ours",
+    "--fp8-recipe": "scales of past steps, and recipes of one's own, are not in this version; rowwise is ours",
+    "--fp4-recipe": "recipes of one's own are not in this version; mxfp4 is ours",
     "--rope-type": "longrope and dynamic are of Hugging Face's models",
     "--position-embedding-type": "mrope and relative ones are not in this version; alibi is Megatron-DeepSpeed's",
     "--optimizer": "soap follows rounding; adafactor, ademamix and schedule_free are ours",

@@ -1,14 +1,14 @@
-"""Computes the linear layers of attention and MLP in FP8 (--fp8-format).
+"""Computes the linear layers of attention and MLP in few bits (--fp8-format, --fp4-format).
 
-Of Y = X W^T, all three products are in FP8: Y itself, dX = dY W, and dW = dY^T X. X and W are rounded to E4M3, dY to
-E5M2 (hybrid) or to E4M3 as well (e4m3). Weights stay in their precision: they are rounded at each use, from the value
-that the forward pass has without FP8, and the optimizer's masters, checkpoints and exports know nothing of it.
+Of Y = X W^T, all three products are in the formats of a recipe (`formats.py`): Y itself, dX = dY W, and dW = dY^T X.
+Weights stay in their precision: they are rounded at each use, from the value that the forward pass has without, and
+the optimizer's masters, checkpoints and exports know nothing of it.
 
 What is rounded with which scale does not depend on the layout: a scale for more of a matrix than a rank holds is found
 together with the tensor-parallel ranks (where outputs or inputs of the layer are divided) and the context-parallel
 ranks (tokens). Data-parallel ranks and microbatches have matrices of their own.
 
-Outside of training (evaluation, tasks, generation) these layers multiply as without FP8.
+Outside of training (evaluation, tasks, generation) these layers multiply as without few bits.
 
 Shapes: T tokens (sequence * batch), K inputs, N outputs, each of this rank.
 """
@@ -18,21 +18,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import Config
 from megatron_ext.device.weight_gradients import add_, replaces_gradient
-from megatron_ext.parts.linear.scaled_products import E4M3, E5M2, RECIPES, Block, Quantized, Recipe, product, quantize
+from megatron_ext.plugins.low_precision.formats import Format, Recipe, recipe_of
+from megatron_ext.plugins.low_precision.products import product
+from megatron_ext.plugins.low_precision.quantize import Cut, Quantized, quantize
+from megatron_ext.plugins.low_precision.random_numbers import Draw, Places
 
 
 @dataclass(frozen=True)
-class Fp8:
-    """FP8 settings of one linear layer."""
+class Multiplication:
+    """Settings of one linear layer that multiplies in few bits."""
 
     recipe: Recipe
-    gradients: torch.dtype
-    """Format of dY."""
     tokens_over: Sequence[ProcessGroup] = ()
     """The ranks that tokens are divided over in the product; none where this rank has all of a microbatch."""
     inputs_over: Sequence[ProcessGroup] = ()
@@ -42,76 +42,110 @@ class Fp8:
     sums_over: ProcessGroup | None = None
     """The ranks that each have a part of dX, which is otherwise whole, or is scattered over `gathers_over`."""
     adds_to_main_gradient: bool = False
+    draw: Draw | None = None
+    """Random numbers of dY, where the recipe draws some."""
+
+    @property
+    def of_inputs(self) -> Cut:
+        """The ranks that rows and columns of X are divided over."""
+        return self.tokens_over, self.inputs_over
+
+    @property
+    def of_weights(self) -> Cut:
+        """The ranks that rows and columns of W are divided over."""
+        return self.outputs_over, self.inputs_over
+
+    @property
+    def of_gradients(self) -> Cut:
+        """The ranks that rows and columns of dY are divided over."""
+        return self.tokens_over, self.outputs_over
 
 
-def products_of(config: Config, groups: ProcessGroupCollection, *, divides: str) -> Fp8:
-    """Return the FP8 settings of the layers whose outputs (column-parallel) or inputs (row-parallel) are divided.
+def settings(
+    config: Config,
+    tensor_group: ProcessGroup,
+    context_group: ProcessGroup | None,
+    *,
+    divides: str,
+    name: str = "",
+    stride: int = 1,
+) -> Multiplication:
+    """Return the settings of a layer whose outputs (column-parallel) or inputs (row-parallel) are divided.
 
     Args:
-        config: the resolved configuration, with --fp8-format.
-        groups: this rank's process groups.
+        config: the resolved configuration, with --fp8-format or --fp4-format.
+        tensor_group: the ranks that divide the weight.
+        context_group: the ranks that divide the tokens of a microbatch; None where this rank has all.
         divides: "outputs" or "inputs".
+        name: global name of its weight.
+        stride: number of tensors one above another in the weight, each of which is divided.
     """
-    training = config.training
-    tensor = [groups.tp] if groups.tp.size() > 1 else []
+    tensor = [tensor_group] if tensor_group.size() > 1 else []
+    context = [] if context_group is None or context_group.size() == 1 else [context_group]
     by_outputs = divides == "outputs"
     gathers = bool(tensor) and by_outputs and config.layout.sequence_parallel
-    return Fp8(
-        recipe=RECIPES[training.fp8_recipe],
-        gradients=E5M2 if training.fp8_format == "hybrid" else E4M3,
-        tokens_over=[groups.cp] if groups.cp.size() > 1 else [],
+    recipe, draw = recipe_of(config), None
+    if recipe.is_random:
+        tokens = Places(context[0].rank(), context[0].size(), mirrored=True) if context else Places()
+        divided = tensor and by_outputs
+        outputs = Places(tensor[0].rank(), tensor[0].size(), stride) if divided else Places()
+        draw = Draw(config.training.seed, name, tokens, outputs)
+    return Multiplication(
+        recipe=recipe,
+        tokens_over=context,
         inputs_over=[] if by_outputs else tensor,
         outputs_over=tensor if by_outputs else [],
-        gathers_over=groups.tp if gathers else None,
-        sums_over=groups.tp if tensor and by_outputs and not gathers else None,
-        adds_to_main_gradient=training.gradient_accumulation_fusion,
+        gathers_over=tensor_group if gathers else None,
+        sums_over=tensor_group if tensor and by_outputs and not gathers else None,
+        adds_to_main_gradient=config.training.gradient_accumulation_fusion,
+        draw=draw,
     )
 
 
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, how: Fp8) -> torch.Tensor:
+def linear(x: torch.Tensor, weight_NK: torch.Tensor, how: Multiplication) -> torch.Tensor:
     """Return X W^T, differentiable. x: [sequence, batch, K]; the result has N in the place of K."""
     return _uncompiled(x, weight_NK, how)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Fp8) -> torch.Tensor:
-        recipe, x = how.recipe, x.contiguous()
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Multiplication) -> torch.Tensor:
+        of_x, of_weight = how.recipe.forward
+        x = x.contiguous()
         whole, _ = _gathered(x, how.gathers_over)
-        x_TK = _quantize(_rows(whole), recipe.activations, E4M3, how, (how.tokens_over, how.inputs_over))
-        weight_NK = _quantize(weight, recipe.weights, E4M3, how, (how.outputs_over, how.inputs_over))
+        x_TK = quantize(_rows(whole), of_x, cut=how.of_inputs)
+        weight_NK = quantize(weight, of_weight, cut=how.of_weights)
         ctx.how = how
         ctx.main_grad = getattr(weight, "main_grad", None) if how.adds_to_main_gradient else None
         # The backward pass rounds again, and needs no message for that where a block is the same when it is turned.
         ctx.save_for_backward(x, weight, x_TK.largest, weight_NK.largest)
-        return product(x_TK, weight_NK, x.dtype, fast_sums=_adds_fast(recipe)).view(*whole.shape[:-1], -1)
+        return product(x_TK, weight_NK, x.dtype, fast_sums=adds_fast(of_weight)).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight, x_largest, weight_largest = ctx.saved_tensors
-        how: Fp8 = ctx.how
-        recipe = how.recipe
+        how: Multiplication = ctx.how
+        (of_grad, of_weight), (of_turned, of_x) = how.recipe.input_gradient, how.recipe.weight_gradient
         for_x, for_weight, _ = ctx.needs_input_grad
         whole, arrives = _gathered(x, how.gathers_over, waits=False) if for_weight else (None, None)
         grad_TN = _rows(grad)
-        rounded_TN = _quantize(grad_TN, recipe.activations, how.gradients, how, _cut_of_gradient(how))
+        rounded_TN = quantize(grad_TN, of_grad, cut=how.of_gradients, draw=how.draw)
         grad_x, reduced = None, None
         if for_x:
-            weight_KN = _turned(weight, recipe.weights, how, (how.outputs_over, how.inputs_over), weight_largest)
+            weight_KN = turned(weight, of_weight, how.of_weights, how.recipe.forward.right, weight_largest)
             whole_grad = product(rounded_TN, weight_KN, x.dtype).view(*grad.shape[:-1], -1)
             grad_x, reduced = _reduced(whole_grad, how)
         grad_weight = None
         if for_weight:
             if arrives is not None:
                 arrives.wait()
-            x_KT = _turned(_rows(whole), recipe.activations, how, (how.tokens_over, how.inputs_over), x_largest)
-            if recipe.activations == recipe.activations.turned:
+            x_KT = turned(_rows(whole), of_x, how.of_inputs, how.recipe.forward.left, x_largest, how.draw)
+            if of_grad == of_turned.turned:
                 grad_NT = rounded_TN.transposed()
             else:
-                turned = recipe.activations.turned
-                grad_NT = _quantize(grad_TN, turned, how.gradients, how, _cut_of_gradient(how)).transposed()
+                grad_NT = turned(grad_TN, of_turned, how.of_gradients, draw=how.draw)
             grad_weight = _weight_gradient(grad_NT, x_KT, weight, ctx.main_grad)
         if reduced is not None:
             reduced.wait()
@@ -122,44 +156,32 @@ class _Linear(torch.autograd.Function):
 _uncompiled: Any = torch.compiler.disable(_Linear.apply)
 
 
-def _cut_of_gradient(how: Fp8) -> tuple[Sequence[ProcessGroup], Sequence[ProcessGroup]]:
-    return how.tokens_over, how.outputs_over
-
-
-def _quantize(
+def turned(
     x: torch.Tensor,
-    block: Block,
-    dtype: torch.dtype,
-    how: Fp8,
-    cut: tuple[Sequence[ProcessGroup], Sequence[ProcessGroup]],
+    format: Format,
+    cut: Cut,
+    before: Format | None = None,
     largest: torch.Tensor | None = None,
+    draw: Draw | None = None,
 ) -> Quantized:
-    return quantize(x, block, dtype, powers_of_two=how.recipe.powers_of_two, cut=cut, largest=largest)
-
-
-def _turned(
-    x: torch.Tensor,
-    block: Block,
-    how: Fp8,
-    cut: tuple[Sequence[ProcessGroup], Sequence[ProcessGroup]],
-    largest: torch.Tensor,
-) -> Quantized:
-    """Return x^T in E4M3, for a matrix product of the backward pass, which sums over the rows of x.
+    """Return x^T in `format`, for a matrix product of the backward pass, which sums over the rows of x.
 
     Args:
-        x: the matrix before quantization; the forward pass quantized it for a product that sums over its columns.
-        block: the part of x that shared one scale in the forward pass.
-        how: FP8 settings of the layer.
+        x: the matrix before quantization.
         cut: the ranks that rows and columns of x are divided over.
+        before: format of x in the forward pass, in a product that sums over its columns.
         largest: the largest value of each block in the forward pass, used again where the transposed block is the same.
+        draw: random numbers of x, where the format draws some.
     """
-    same = block == block.turned
-    return _quantize(x, block.turned, E4M3, how, cut, largest if same else None).transposed()
+    if format.rotated:
+        return quantize(x.t().contiguous(), format, cut=(cut[1], cut[0]), draw=None if draw is None else draw.turned)
+    same = before is not None and before == format.turned and not format.has_tensor_scale
+    return quantize(x, format.turned, cut=cut, largest=largest if same else None, draw=draw).transposed()
 
 
-def _adds_fast(recipe: Recipe) -> bool:
+def adds_fast(of_weight: Format) -> bool:
     """Return whether a forward product may add with fewer bits, as Transformer Engine's do but for blocks."""
-    return recipe.weights.rows != recipe.weights.columns or recipe.weights.rows is None
+    return of_weight.block.columns is None
 
 
 def _rows(x: Any) -> torch.Tensor:
@@ -177,7 +199,7 @@ def _gathered(
     return whole, arrives
 
 
-def _reduced(grad_x: torch.Tensor, how: Fp8) -> tuple[torch.Tensor, torch.distributed.Work | None]:
+def _reduced(grad_x: torch.Tensor, how: Multiplication) -> tuple[torch.Tensor, torch.distributed.Work | None]:
     """Return the gradient of this rank's x, and the handle to wait for before it is read."""
     if how.sums_over is not None:
         return grad_x, torch.distributed.all_reduce(grad_x, group=how.sums_over, async_op=True)
