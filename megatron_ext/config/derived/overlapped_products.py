@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from megatron_ext.config.derived.pipeline_split import splits_backward
 from megatron_ext.config.schema import Config
+from megatron_ext.registry import brought
 
 
 def overlaps(config: Config) -> bool:
@@ -18,8 +19,8 @@ def overlaps(config: Config) -> bool:
 
 def in_the_way(config: Config) -> str | None:
     """Return why the flag changes nothing; None if it does."""
-    if config.training.fp8_format is not None:
-        return "products in FP8 round what they gather first"
+    if asked := next(filter(None, (formats.asked(config) for formats in brought("product_formats"))), None):
+        return f"{asked} rounds what products gather first"
     if config.model.transformer_impl == "transformer_engine":
         return "with --transformer-impl transformer_engine the linear layers are not ours"
     return None

@@ -124,7 +124,7 @@ def products(
     elif not by_sum:
         right_scales = right_scales.view(len(rights), -1)
     both = _swizzles(kind) if kind in _SWIZZLED else None
-    found = F.scaled_grouped_mm(
+    found = F.scaled_grouped_mm(  # pyright: ignore[reportAttributeAccessIssue]
         left,
         right,
         left_scales,
