@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "low_precision",
+    page="docs/fp8.md",
     brings={
         "callbacks": "megatron_ext.plugins.low_precision.install:CALLBACKS",
         "flags": "megatron_ext.plugins.low_precision.flags:FLAGS",
