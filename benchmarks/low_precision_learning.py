@@ -59,7 +59,9 @@ RUNS = {
     "blockwise": f"{_HYBRID} blockwise",
     **{f"mxfp8, {format_}": f"--fp8-format {format_} --fp8-recipe mxfp8" for format_ in ("e4m3", "hybrid")},
     **{name: f"--fp4-format e2m1 --fp4-recipe {name}" for name in ("nvfp4", "mxfp4")},
-    "nvfp4, ends in bf16": "--fp4-format e2m1 --fp4-recipe nvfp4 --first-last-layers-bf16",
+    "nvfp4, last layer in bf16": (
+        "--fp4-format e2m1 --fp4-recipe nvfp4 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0"
+    ),
 }
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Two-sided 95% points of Student's t by the number of seeds."""

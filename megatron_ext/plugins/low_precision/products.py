@@ -124,7 +124,8 @@ def products(
     elif not by_sum:
         right_scales = right_scales.view(len(rights), -1)
     both = _swizzles(kind) if kind in _SWIZZLED else None
-    found = F.scaled_grouped_mm(  # pyright: ignore[reportAttributeAccessIssue]
+    functional: Any = F  # the types of 2.15 do not know it
+    found = functional.scaled_grouped_mm(
         left,
         right,
         left_scales,

@@ -90,7 +90,7 @@ def test_a_usual_launch_is_taken_and_says_what_it_leaves_out(name: str):
     ("added", "feature"),
     [
         ("--mtp-use-repeated-layer", "--mtp-use-repeated-layer"),
-        ("--fp4-format e2m1", "--fp4-format"),
+        ("--no-fp8-wgrad", "--no-fp8-wgrad"),
         ("--optimizer soap", "--optimizer: 'soap'"),
         ("--moe-layer-freq ([0]*1+[1]*31)", "--moe-layer-freq"),
     ],

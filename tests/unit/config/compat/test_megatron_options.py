@@ -80,6 +80,7 @@ def test_choices_are_megatrons_but_for_the_ones_listed():
         ours = {
             "ByteTokenizer",
             "rowwise",
+            "mxfp4",
             "alibi",
             "longrope",
             "dynamic",
