@@ -142,12 +142,12 @@ def failures(cases: Sequence[ElementTree.Element]) -> Iterator[tuple[str, str]]:
     is_one_test = len({name.partition("[")[0] for name in names}) == 1
     for name, case in zip(names, cases, strict=True):
         parameter = name.partition("[")[2].removesuffix("]")
-        for kind in ("failure", "error"):
-            for found in case.iter(kind):
-                reason = _reason(found.get("message") or "", found.text or "")
-                is_named = bool(parameter) and (is_one_test or reason.startswith(parameter))
-                told = parameter if is_named else name
-                yield told, reason.removeprefix(told).lstrip(": ")
+        # What a test says of itself comes before what cleaning up after it says.
+        for found in [*case.iter("failure"), *case.iter("error")][:1]:
+            reason = _reason(found.get("message") or "", found.text or "")
+            is_named = bool(parameter) and (is_one_test or reason.startswith(parameter))
+            told = parameter if is_named else name
+            yield told, reason.removeprefix(told).lstrip(": ")
 
 
 def _reason(message: str, text: str) -> str:
