@@ -15,12 +15,14 @@ _LLAMA = {"8B": (4096, 14336, 32, 8, 32), "70B": (8192, 28672, 64, 8, 80), "13b"
 
 
 def launches(text: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield torchrun's words and the program's flags of each training in a block."""
+    """Yield torchrun's words and the program's flags of each training in a block, without where its output goes."""
     for command in commands(text):
         words = shlex.split(command)
         if "pretrain_gpt.py" in words:
             place = words.index("pretrain_gpt.py")
-            yield words[:place], words[place + 1 :]
+            flags = words[place + 1 :]
+            end = next((n for n, word in enumerate(flags) if word in ("2>&1", "|", ">")), len(flags))
+            yield words[:place], flags[:end]
 
 
 def make_hf_folder(folder: Path) -> None:

@@ -150,10 +150,11 @@ def test_next_to_every_wrong_command_line_the_rules_say_what_is_recorded(part: i
 
 def test_every_rule_speaks_in_the_record(golden: dict[str, Any]):
     """One that never does is not tested there. That of a missing value stands before all others, --load-hf reads a
-    file, a matrix without a rule is a user's own, and all plugins are installed."""
+    file, --export-hf-at-end looks at a folder, a matrix without a rule is a user's own, and all plugins are
+    installed."""
     spoken = {name for row in golden.values() for names in [row["rules"], *row["near"].values()] for name in names}
     silent = {rule.__name__ for rule in RULES} - spoken
-    of_others = {"model_is_the_one_to_load", "matrices_have_a_rule", "plugins_are_installed"}
+    of_others = {"model_is_the_one_to_load", "model_can_be_exported", "matrices_have_a_rule", "plugins_are_installed"}
     assert silent == {"nothing_needed_is_missing", *of_others}
 
 

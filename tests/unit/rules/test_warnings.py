@@ -45,7 +45,7 @@ from tests.support.small_models import config_with
             {"layout": {"tp_comm_overlap": True}, "training": {"fp8_format": "hybrid"}},
             {},
             None,
-            ["--tp-comm-overlap changes nothing here: products in FP8"],
+            ["--tp-comm-overlap changes nothing here: --fp8-format hybrid rounds"],
         ),
         (
             {"layout": {"tp_comm_overlap": True}, "model": {"transformer_impl": "transformer_engine"}},
