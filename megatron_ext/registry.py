@@ -2,9 +2,9 @@
 
 A plugin is a package with a module `plugin.py` that holds `PLUGIN`. It lies in `megatron_ext/plugins/`, or in any
 installed distribution whose entry points name it (group `megatron_ext.plugins`, `name = package`). `PLUGIN` says which
-commands the plugin adds to `megatron-ext`, and the objects it brings to the extension points below, as
-"module:attribute": the module is imported when the attribute is asked for, so that `--help` loads neither torch nor a
-plugin's code.
+commands the plugin adds to `megatron-ext`, which functions to the package, and the objects it brings to the extension
+points below, as "module:attribute": the module is imported when the attribute is asked for, so that `--help` loads
+neither torch nor a plugin's code.
 
     for traits in brought("optimizers"):
         ...
@@ -63,6 +63,9 @@ class Plugin:
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Command of `megatron-ext` -> its module, which has `main(argv) -> exit code`, and one line of help."""
 
+    functions: Mapping[str, str] = field(default_factory=dict)
+    """Function that `from megatron_ext import NAME` gives -> its "module:attribute"."""
+
     brings: Mapping[str, str | tuple[Any, ...]] = field(default_factory=dict)
     """Extension point -> "module:attribute" of a tuple, or the tuple itself where it takes no import to write it."""
 
@@ -106,6 +109,12 @@ def _brought(point: str) -> tuple[Any, ...]:
 def command_modules() -> dict[str, tuple[str, str]]:
     """Return the commands of all plugins: name -> module and one line of help."""
     return {name: command for plugin in plugins().values() for name, command in plugin.commands.items()}
+
+
+def functions() -> dict[str, str]:
+    """Return the functions that `from megatron_ext import NAME` gives: name -> "module:attribute"."""
+    brought_ones = {name: place for plugin in plugins().values() for name, place in plugin.functions.items()}
+    return {"pretrain": "megatron_ext.train.from_python:pretrain", **brought_ones}
 
 
 def load(place: str) -> Any:

@@ -6,6 +6,7 @@ contents of other origin, with escape sequences, which a terminal would obey.
 """
 
 import errno
+import importlib
 import os
 import re
 import sys
@@ -44,9 +45,41 @@ def say(text: str = "", *, end: str = "\n", colours: Sequence[str] = ()) -> None
     _write(sys.stdout, "".join(part if part in colours else printable(part) for part in parts), end)
 
 
-def status(text: str) -> None:
-    """Show a text in the last line of a terminal until the next text takes its place; elsewhere nothing is written."""
-    if sys.stdout.isatty():
+def is_watched() -> bool:
+    """Return whether a person sees the output while it is written: in a terminal, or in a notebook."""
+    return sys.stdout.isatty() or _notebook() is not None
+
+
+def _notebook() -> Any:
+    """Return IPython's `display` where its kernel runs this process for a notebook; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
+        return None
+    return importlib.import_module("IPython.display").display
+
+
+def bar(done: float, width: int = 30) -> str:
+    """Return a bar of text for a share from 0 to 1 of some work."""
+    full = round(width * min(max(done, 0.0), 1.0))
+    return "█" * full + "░" * (width - full)
+
+
+def status(text: str, *, done: float | None = None) -> None:
+    """Show a text until the next text takes its place: in the last line of a terminal, or in a place of its own in a
+    notebook; elsewhere nothing is written.
+
+    Args:
+        done: share of the work that is done, which a notebook shows as a bar.
+    """
+    if (display := _notebook()) is not None:
+        shown = text if done is None else f"{bar(done)} {text}"
+        if _Status.place is None and text:
+            _Status.place = display({"text/plain": printable(shown)}, raw=True, display_id=True)
+        elif _Status.place is not None:
+            _Status.place.update({"text/plain": printable(shown)}, raw=True)
+        if not text or (done is not None and done >= 1.0):
+            _Status.place = None
+    elif sys.stdout.isatty():
         sys.stdout.write(f"\r\x1b[K{printable(text)}\r")  # what comes from elsewhere begins at the left, too
         sys.stdout.flush()
         _Status.shown = True
@@ -54,18 +87,23 @@ def status(text: str) -> None:
 
 def tracked[Item](what: str, items: Sequence[Item]) -> Iterator[Item]:
     """Yield the items of long work, and show how many are done and the time that remains by the pace so far: in the
-    last line of a terminal, elsewhere as lines on the standard error output, where it takes longer than half a minute.
+    last line of a terminal, by a bar in a notebook, elsewhere as lines on the standard error output, where it takes
+    longer than half a minute.
 
     Args:
         what: the work on them ("writing weights").
     """
-    terminal = sys.stdout.isatty()
+    watched = is_watched()
     begun = shown = time.monotonic()
     for done, item in enumerate(items):
         now = time.monotonic()
-        if done and now - shown >= (_EACH_TERMINAL if terminal else _EACH_FILE):
+        if done and now - shown >= (_EACH_TERMINAL if watched else _EACH_FILE):
             left = (now - begun) / done * (len(items) - done)
-            (status if terminal else note)(f"{what}: {done:,} of {len(items):,}, {remaining(left)} left")
+            text = f"{what}: {done:,} of {len(items):,}, {remaining(left)} left"
+            if watched:
+                status(text, done=done / len(items))
+            else:
+                note(text)
             shown = now
         yield item
     status("")
@@ -81,9 +119,10 @@ def remaining(seconds: float) -> str:
 
 
 class _Status:
-    """Holds whether the last line of the terminal is one of `status`."""
+    """Holds whether the last line of the terminal is one of `status`, and its place in a notebook."""
 
     shown = False
+    place: Any = None
 
 
 def note(text: str) -> None:

@@ -8,7 +8,6 @@ Writes the short lines that a person reads in a terminal: step, loss, rate, rema
 """
 
 import math
-import sys
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -23,7 +22,7 @@ from megatron_ext.telemetry.metrics import (
     ValidationMetrics,
     perplexity,
 )
-from megatron_ext.terminal import remaining, say, status
+from megatron_ext.terminal import is_watched, remaining, say, status
 
 _SHOWN_MEMORY = 5e7  # bytes, 0.1 GB when rounded
 
@@ -141,13 +140,13 @@ class Console:
 
     Args:
         throughput: whether Megatron's line has the TFLOP/s per GPU.
-        form: `megatron`; `short`, for people; or `auto`, which is short where the output is a terminal.
+        form: `megatron`; `short`, for people; or `auto`, which is short where the output is a terminal or a notebook.
         save: the folder of the run's files, where it has one.
     """
 
     def __init__(self, *, throughput: bool, form: str = "auto", save: str | None = None):
         self._throughput = throughput
-        self._short = sys.stdout.isatty() if form == "auto" else form == "short"
+        self._short = is_watched() if form == "auto" else form == "short"
         self._save = save
         self._steps = (0, 0)
         self._shown_at = time.monotonic()
@@ -167,12 +166,15 @@ class Console:
     def alive(self, iteration: int, train_iters: int) -> None:
         """Note that a step is done, and show it in the short form, once a second at most."""
         self._steps = (iteration, train_iters)
-        if self._short and time.monotonic() - self._shown_at > 1.0:
+        if self._short and (time.monotonic() - self._shown_at > 1.0 or iteration == train_iters):
             self._shown_at = time.monotonic()
-            status(f"step {iteration:>{len(str(train_iters))}}/{train_iters}")
+            text = f"step {iteration:>{len(str(train_iters))}}/{train_iters}"
+            status(text, done=iteration / train_iters)
 
     def close(self) -> None:
         """Print the summary in the short form; no file is held open."""
+        if self._short:
+            status("")
         if self._short and any(self._steps):
             say("\n".join(self._summary(*self._steps)))
 

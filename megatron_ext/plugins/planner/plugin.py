@@ -5,6 +5,7 @@ from megatron_ext.registry import Plugin
 PLUGIN = Plugin(
     "planner",
     needs=("families", "pages"),
+    functions={"plan": "megatron_ext.plugins.planner.commands.plan:plan"},
     commands={
         "plan": ("megatron_ext.plugins.planner.commands.plan", "say which layout to use for a model on some devices"),
         "draw-pipeline": (
