@@ -271,7 +271,9 @@ _GRANULARITY = "--recompute-granularity"
 
 
 def _parser() -> ToolParser:
-    parser = ToolParser("Find the layouts of a model that fit on some devices, and estimate which is fastest.", __doc__, command="plan")
+    parser = ToolParser(
+        "Find the layouts of a model that fit on some devices, and estimate which is fastest.", __doc__, command="plan"
+    )
     parser.usage = "%(prog)s [options] -- <training flags>"
     parser.add_argument("--world-size", type=int, metavar="N", help="devices")
     parser.add_argument("--evaluate", action="store_true", help="time and memory of the layout given, as it is")

@@ -85,7 +85,11 @@ def _led[Result](argv: list[str], ask: "Callable[[Leader, Any, Sampling], Result
 
 
 def _parser() -> ToolParser:
-    parser = ToolParser("Let a trained model go on from prompts; further flags are those of pretrain_gpt.py.", __doc__, command="generate")
+    parser = ToolParser(
+        "Let a trained model go on from prompts; further flags are those of pretrain_gpt.py.",
+        __doc__,
+        command="generate",
+    )
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="texts to go on from")
     parser.add_argument("--prompt-file", metavar="FILE", help='a prompt a line, or .jsonl with "prompt"')
     parser.add_argument(

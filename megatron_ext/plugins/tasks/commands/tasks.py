@@ -75,7 +75,9 @@ def _evaluated(argv: list[str]) -> tuple[int, dict[str, dict[str, float]]]:
 
 
 def _parser() -> ToolParser:
-    parser = ToolParser("Evaluate a checkpoint. Further flags: the model and layout, as of pretrain_gpt.py.", __doc__, command="tasks")
+    parser = ToolParser(
+        "Evaluate a checkpoint. Further flags: the model and layout, as of pretrain_gpt.py.", __doc__, command="tasks"
+    )
     parser.add_argument("--task", type=_task_name, choices=(*KINDS, _HARNESS), help="what to ask of the model")
     parser.add_argument("--valid-data", nargs="+", default=[], metavar="FILE", help="files of the task")
     parser.add_argument("--overlapping-eval", type=int, metavar="N", help="PERPLEXITY: tokens by which windows advance")
