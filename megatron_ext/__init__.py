@@ -35,4 +35,4 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     from megatron_ext.registry import functions
 
-    return sorted({*globals(), *functions()})
+    return sorted({name for name in globals() if name.startswith("__")} | functions().keys())

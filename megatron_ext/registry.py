@@ -129,16 +129,17 @@ def _found() -> Iterable[Plugin]:
         name = f"{__package__}.plugins.{package.name}.plugin"
         if importlib.util.find_spec(name) is not None:
             yield importlib.import_module(name).PLUGIN
-    for package in _packages_elsewhere():
+    for package in packages_elsewhere():
         yield importlib.import_module(f"{package}.plugin").PLUGIN
 
 
-def _packages_elsewhere() -> list[str]:
-    """Return the packages that entry points of installed distributions name."""
+@functools.cache
+def packages_elsewhere() -> tuple[str, ...]:
+    """Return the packages of plugins of other distributions, which their entry points name."""
     # importlib.metadata takes longer to import than the files take to read, and hardly anybody has such a plugin.
     files = (file for place in sys.path for file in Path(place).glob("*.dist-info/entry_points.txt"))
     if not any(f"[{_GROUP}]" in file.read_text(encoding="utf-8", errors="replace") for file in files):
-        return []
+        return ()
     from importlib.metadata import entry_points
 
-    return sorted({point.value for point in entry_points(group=_GROUP)})
+    return tuple(sorted({point.value for point in entry_points(group=_GROUP)}))

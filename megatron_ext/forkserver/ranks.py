@@ -44,7 +44,8 @@ def run_ranks(
 
     Args:
         world_size: number of processes.
-        function: importable by name, with `fresh` from another module than the main script; it may call `torch.distributed.init_process_group()` with no arguments.
+        function: importable by name, with `fresh` from another module than the main script; it may call
+            `torch.distributed.init_process_group()` with no arguments.
         timeout: seconds until all ranks are killed.
         environment: further variables for the ranks.
         fresh: start each rank in an interpreter of its own, with nothing imported or adapted.

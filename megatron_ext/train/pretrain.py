@@ -343,6 +343,7 @@ def _train(
     Raises:
         StoppedBySignal: the run was stopped, and is saved.
     """
+    from megatron_ext.model.own_layers import of_plugins_elsewhere
     from megatron_ext.train.callbacks.own_parts import OwnParts
     from megatron_ext.train.callbacks.standard import History, standard_callbacks
     from megatron_ext.train.callbacks.stopping import STAGE_OVER, StageEnd
@@ -351,7 +352,7 @@ def _train(
     signals, history = requests.watched(run.config, status), History()
     standard = standard_callbacks(run, signals, status, [history] if keeps_rows else [])
     callbacks = [*standard, StageEnd(stage_end), history, *extensions.made_callbacks()]
-    if extensions.layer_spec is not None:
+    if extensions.layer_spec is not None or of_plugins_elsewhere(run.chunks):
         callbacks.insert(0, OwnParts())
     for callback in callbacks:
         ends.callback(callback.close)

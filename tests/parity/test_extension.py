@@ -208,7 +208,7 @@ def test_a_layer_that_is_not_as_it_says_is_refused() -> None:
     [(lacking, other)] = run_ranks(1, _mistakes)
     assert "has a parameter decoder.layers.0.down.weight of shape [8, 64], which nobody would initialize" in lacking
     assert "Parameter('down.weight', shape, layer.number, 'zeros')" in lacking
-    assert "decoder.layers.3.mix has shape [64] on this rank, and layer_parameters= says [7]" in other
+    assert "decoder.layers.3.mix has shape [64] on this rank, and layer_parameters=, or " in other
     assert "names decoder.layers.0.bias, which the own layer does not have" in other
 
 

@@ -97,7 +97,7 @@ def _of_integers(own: Any, group: Any, weights: torch.Tensor, state: Any) -> Non
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_reason(given: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match="^optimizer=Own cannot be divided over ranks: ") as caught:
+    with pytest.raises(ConfigurationError, match=r"^optimizer=Own cannot be divided over ranks: ") as caught:
         traits_of_class(functools.partial(Own, more=given))
     assert said in str(caught.value)
 
