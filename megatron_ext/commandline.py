@@ -4,7 +4,6 @@ import argparse
 import difflib
 import gc
 import os
-import re
 import select
 import signal
 import sys
@@ -32,7 +31,7 @@ class ToolParser(argparse.ArgumentParser):
         self._removed: dict[str, str] = {}
         program = None if command is None or _is_program(sys.argv[0]) else f"megatron-ext {command}"
         super().__init__(program, description=description, allow_abbrev=False, formatter_class=_Formatter)
-        self.epilog = _examples(documentation, self.prog)
+        self.epilog = _examples(documentation)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
         """Add an argument, and remember its flags for suggestions to misspelled ones."""
@@ -94,16 +93,10 @@ def _is_program(name: str) -> bool:
     return name.startswith("megatron-ext") or Path(name).absolute().parent.name in ("tools", "tasks")
 
 
-def _examples(documentation: str | None, program: str) -> str | None:
-    """Return the first indented paragraph, with the script's name as the program was started."""
+def _examples(documentation: str | None) -> str | None:
+    """Return the first indented paragraph."""
     shown = [text for text in (documentation or "").split("\n\n") if text.startswith("    ")]
-    if not shown:
-        return None
-    text = shown[0]
-    if program.startswith("megatron-ext"):
-        text = re.sub(r"python (?:tools|tasks)/\w+\.py", program, text)
-        text = re.sub(r"(?:tools|tasks)/\w+\.py", program.replace("megatron-ext", "-m megatron_ext"), text)
-    return "\n".join(["examples:", *(line[2:] for line in text.splitlines())])
+    return "\n".join(["examples:", *(line[2:] for line in shown[0].splitlines())]) if shown else None
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -151,7 +151,7 @@ def test_megatron_deepspeeds_own_layout_does_not_fit() -> None:
 
 
 def test_an_unknown_recipe_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="no recipe llama9"):
+    with pytest.raises(ConfigurationError, match="--recipe llama9: there is no such recipe"):
         find("llama9")
 
 
