@@ -1,8 +1,8 @@
 """Holds the table of devices, with peak rates, bandwidths and memory from their makers' data sheets, and the constants
 of the time model, each with its source or its fit.
 
-A flag of tools/plan.py can replace any number of the table. Peaks are for dense matrices: data sheets print twice as
-much for 16-bit types "with sparsity". Link bandwidths are of one direction and one device: half of the sum over both
+A flag of `megatron-ext plan` can replace any number of the table. Peaks are for dense matrices: data sheets print twice
+as much for 16-bit types "with sparsity". Link bandwidths are of one direction and one device: half of the sum over both
 directions that data sheets print. Memory is the size that a driver reports to a program
 (torch.cuda.get_device_properties): neither the data sheet's figure in powers of ten nor in powers of two.
 

@@ -1,8 +1,8 @@
 """Convert between our checkpoints and those of others, on one CPU process, a block of a file at a time.
 
-    python tools/convert_checkpoint.py to-hf --load checkpoints --save model-hf --dtype bf16
-    python tools/convert_checkpoint.py from-hf --load Llama-3.2-1B --save checkpoints
-    python tools/convert_checkpoint.py from-deepspeed --load global_step95000 --save checkpoints
+    megatron-ext convert to-hf --load checkpoints --save model-hf --dtype bf16
+    megatron-ext convert from-hf --load Llama-3.2-1B --save checkpoints
+    megatron-ext convert from-deepspeed --load global_step95000 --save checkpoints
 
 to-hf takes the latest checkpoint of a --save folder (or the one that --load names itself), chooses the family that the
 model is shape-equal to, and at the end compares logits with transformers. from-hf writes a checkpoint of iteration 0

@@ -1,8 +1,8 @@
 """Says which layout to use for this model on these devices, and why; or how fast one layout is, and whether it fits.
 
-    python tools/plan.py --world-size 64 --device h100 --gpus-per-node 8 -- \\
+    megatron-ext plan --world-size 64 --device h100 --gpus-per-node 8 -- \\
         --num-layers 32 --hidden-size 4096 ... --bf16 --seq-length 4096 --global-batch-size 512
-    python tools/plan.py --evaluate --world-size 64 --device h100 --json - -- <all flags of a run>
+    megatron-ext plan --evaluate --world-size 64 --device h100 --json - -- <all flags of a run>
 
 Tries every layout that pretrain_gpt.py accepts: TP inside a node with SP, CP, PP with its chunks and uneven stages, EP,
 DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP2 and HSDP, micro batches, recomputation, and host memory where nothing else fits. A

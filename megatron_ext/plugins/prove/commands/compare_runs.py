@@ -1,7 +1,7 @@
 """Compare the metrics files of two runs, float for float.
 
-    python tools/compare_runs.py before.jsonl after.jsonl
-    python tools/compare_runs.py checkpoints/before checkpoints/after --html both.html
+    megatron-ext compare before.jsonl after.jsonl
+    megatron-ext compare checkpoints/before checkpoints/after --html both.html
 
 Prints `identical: N rows` and exits with 0, or names the first row and field that differ and exits with 1. Times,
 rates and memory are left out: no run repeats them. --html FILE draws both runs as `show` does, under the verdict.

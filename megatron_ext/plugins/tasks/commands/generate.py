@@ -1,10 +1,10 @@
 """Let a trained model go on from prompts, on the ranks of any layout: `megatron-ext generate --load ckpt`.
 
-    python tasks/generate.py --load ckpt --prompts "def main(" --num-tokens-to-generate 64
-    python tasks/generate.py --load ckpt --prompt-file prompts.jsonl --temperature 0.8 --top-p 0.95 --output made.jsonl
-    torchrun --nproc-per-node 4 tasks/generate.py --load ckpt --tensor-model-parallel-size 2 \\
+    megatron-ext generate --load ckpt --prompts "def main(" --num-tokens-to-generate 64
+    megatron-ext generate --load ckpt --prompt-file prompts.jsonl --temperature 0.8 --top-p 0.95 --output made.jsonl
+    torchrun --nproc-per-node 4 -m megatron_ext generate --load ckpt --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --prompts "Once upon a time"
-    python tasks/generate.py --load-hf Llama-3.2-1B
+    megatron-ext generate --load-hf Llama-3.2-1B
 
 Prompts come from --prompts, from --prompt-file, or from the standard input, one a line. What the model is, the
 checkpoint says; --tensor-model-parallel-size, --device, --bf16 and the other flags of pretrain_gpt.py choose layout and

@@ -1,11 +1,11 @@
 """Evaluate a checkpoint on local files, on the ranks of any layout: `megatron-ext tasks --task LAMBADA --load ckpt`.
 
-    python tasks/main.py --task PERPLEXITY --valid-data wiki.txt --overlapping-eval 32 --load ckpt
-    python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --load ckpt --results out.json
-    torchrun --nproc-per-node 4 tasks/main.py --task MULTIPLE_CHOICE --valid-data questions.jsonl --load ckpt \\
+    megatron-ext tasks --task PERPLEXITY --valid-data wiki.txt --overlapping-eval 32 --load ckpt
+    megatron-ext tasks --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --load ckpt --results out.json
+    torchrun --nproc-per-node 4 -m megatron_ext tasks --task MULTIPLE_CHOICE --valid-data questions.jsonl --load ckpt \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
-    python tasks/main.py --eval-tasks tasks.yaml --load-hf Llama-3.2-1B
-    python tasks/main.py --task LM_EVAL --lm-eval-tasks arc_easy --load ckpt
+    megatron-ext tasks --eval-tasks tasks.yaml --load-hf Llama-3.2-1B
+    megatron-ext tasks --task LM_EVAL --lm-eval-tasks arc_easy --load ckpt
 
 What the model is, the checkpoint says; --tensor-model-parallel-size, --device, --micro-batch-size (sequences at once on
 a replica, default 8), --seq-length and the other flags of pretrain_gpt.py choose layout, precision and length. Every
