@@ -60,6 +60,9 @@ class Plugin:
     needs: tuple[str, ...] = ()
     """Names of the plugins whose code it imports."""
 
+    page: str = ""
+    """Path of its page of the documentation, from the root of the distribution's sources."""
+
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Command of `megatron-ext` -> its module, which has `main(argv) -> exit code`, and one line of help."""
 

@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "planner",
+    page="docs/planner.md",
     needs=("families", "pages"),
     functions={"plan": "megatron_ext.plugins.planner.commands.plan:plan"},
     commands={
