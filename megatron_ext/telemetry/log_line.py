@@ -8,6 +8,7 @@ Writes the short lines that a person reads in a terminal: step, loss, rate, rema
 """
 
 import math
+import sys
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -166,15 +167,20 @@ class Console:
     def alive(self, iteration: int, train_iters: int) -> None:
         """Note that a step is done, and show it in the short form, once a second at most."""
         self._steps = (iteration, train_iters)
-        if self._short and (time.monotonic() - self._shown_at > 1.0 or iteration == train_iters):
+        if self._short and (time.monotonic() - self._shown_at > 1.0 or self._ends_bar(iteration, train_iters)):
             self._shown_at = time.monotonic()
             text = f"step {iteration:>{len(str(train_iters))}}/{train_iters}"
             status(text, done=iteration / train_iters)
 
+    @staticmethod
+    def _ends_bar(iteration: int, train_iters: int) -> bool:
+        """Return whether a notebook's bar is to show the end; a terminal's last line gives way to the next line."""
+        return iteration == train_iters and not sys.stdout.isatty()
+
     def close(self) -> None:
         """Print the summary in the short form; no file is held open."""
-        if self._short:
-            status("")
+        if self._short and not sys.stdout.isatty():
+            status("")  # in a notebook, after an error
         if self._short and any(self._steps):
             say("\n".join(self._summary(*self._steps)))
 
