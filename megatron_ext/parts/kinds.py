@@ -44,7 +44,7 @@ def mixers() -> tuple[Mixer, ...]:
     Raises:
         ConfigurationError: one is no `Mixer`, or has a letter that cannot be, or that another kind has.
     """
-    taken = dict.fromkeys((ATTENTION, MLP, EXPERTS, PIPE), "the core")
+    taken: dict[str, str] = dict.fromkeys((ATTENTION, MLP, EXPERTS, PIPE), "the core")
     for plugin in plugins().values():
         place = plugin.brings.get("mixers", ())
         for kind in load(place) if isinstance(place, str) else place:

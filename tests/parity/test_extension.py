@@ -259,8 +259,8 @@ def test_too_short_a_dataset_is_named() -> None:
 
 def test_an_optimizer_that_a_scheme_cannot_run_is_refused() -> None:
     config = configure([*FLAGS, "--use-distributed-optimizer", "--dry-run"]).config
-    assert EXTENSIONS.optimizer is not None
-    traits = dataclasses.replace(EXTENSIONS.optimizer, name="not-everywhere", schemes=frozenset())
+    assert EXTENSIONS.optimizer_traits is not None
+    traits = dataclasses.replace(EXTENSIONS.optimizer_traits, name="not-everywhere", schemes=frozenset())
     with pytest.raises(ConfigurationError, match="--use-distributed-optimizer cannot run heavy ball"):
         Extensions(optimizer=traits).applied(config)
     assert "not-everywhere" not in OPTIMIZERS

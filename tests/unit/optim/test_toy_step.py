@@ -20,7 +20,7 @@ class Own(torch.optim.Optimizer):
         self.more = more
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for weights in group["params"]:
                 state = self.state[weights]

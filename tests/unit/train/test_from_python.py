@@ -43,7 +43,7 @@ class HeavyBall(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for weights in (one for one in group["params"] if one.grad is not None):
                 state = self.state[weights]
@@ -71,7 +71,7 @@ def test_importing_the_package_and_its_names_is_light() -> None:
 
 def test_a_run_returns_its_history_and_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained = pretrain(RUN, save=tmp_path, save_interval=4)
-    rows = [line.row for line in read_lines(tmp_path / "metrics.jsonl", HAS_ITERATION)]
+    rows = [line.row or {} for line in read_lines(tmp_path / "metrics.jsonl", HAS_ITERATION)]
     assert list(trained.history) == rows
     assert [row["iteration"] for row in rows if "lm_loss" in row] == [1, 2, 4]
     assert trained.save == tmp_path
