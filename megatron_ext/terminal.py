@@ -19,6 +19,10 @@ from megatron_ext.durable import FULL
 _EACH_TERMINAL, _EACH_FILE = 1.0, 30.0
 """Seconds between two signs of progress, in a terminal and elsewhere."""
 
+BOLD, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
+_MARKED = {"warning:": YELLOW, "error:": RED}
+_BAR = 24
+
 # Spaces of other scripts than ours, and what joins or parts letters and emoji: they do nothing but to be read.
 _READ = "\n\t\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\u200c\u200d"
 
@@ -45,6 +49,41 @@ def say(text: str = "", *, end: str = "\n", colours: Sequence[str] = ()) -> None
     _write(sys.stdout, "".join(part if part in colours else printable(part) for part in parts), end)
 
 
+def in_colour(stream: TextIO | None = None) -> bool:
+    """Return whether a stream, by default the standard output, shows colours: it is a terminal that can, and NO_COLOR
+    (https://no-color.org) is not set."""
+    asked = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return asked and (stream or sys.stdout).isatty()
+
+
+def columns() -> int:
+    """Return the columns of the terminal, or of $COLUMNS; 100 where there is neither."""
+    return _size()[0]
+
+
+def lines() -> int:
+    """Return the lines of the terminal, or $LINES; 24 where there is neither."""
+    return _size()[1]
+
+
+def _size() -> tuple[int, int]:
+    from shutil import get_terminal_size  # --help does not wait for it
+
+    return get_terminal_size((100, 24))
+
+
+def heading(text: str) -> None:
+    """Print a line on the standard output, in bold where it shows colours."""
+    bold = in_colour()
+    say(f"{BOLD}{printable(text)}{PLAIN}" if bold else text, colours=(BOLD, PLAIN) if bold else ())
+
+
+def bar(share: float) -> str:
+    """Return a bar of which this share, from 0 to 1, is filled."""
+    filled = round(_BAR * min(1.0, max(0.0, share)))
+    return f"[{'#' * filled}{'-' * (_BAR - filled)}]"
+
+
 def is_watched() -> bool:
     """Return whether a person sees the output while it is written: in a terminal, or in a notebook."""
     return sys.stdout.isatty() or _notebook() is not None
@@ -58,36 +97,31 @@ def _notebook() -> Any:
     return importlib.import_module("IPython.display").display
 
 
-def bar(done: float, width: int = 30) -> str:
-    """Return a bar of text for a share from 0 to 1 of some work."""
-    full = round(width * min(max(done, 0.0), 1.0))
-    return "█" * full + "░" * (width - full)
-
-
-def status(text: str, *, done: float | None = None) -> None:
+def status(text: str) -> None:
     """Show a text until the next text takes its place: in the last line of a terminal, or in a place of its own in a
-    notebook; elsewhere nothing is written.
-
-    Args:
-        done: share of the work that is done, which a notebook shows as a bar.
-    """
+    notebook; elsewhere nothing is written."""
     if (display := _notebook()) is not None:
-        shown = text if done is None else f"{bar(done)} {text}"
-        if _Status.place is None and text:
-            _Status.place = display({"text/plain": printable(shown)}, raw=True, display_id=True)
-        elif _Status.place is not None:
-            _Status.place.update({"text/plain": printable(shown)}, raw=True)
-        if not text or (done is not None and done >= 1.0):
-            _Status.place = None
+        shown = {"text/plain": printable(text)}
+        if _Status.place is not None:
+            _Status.place.update(shown, raw=True)
+        elif text:
+            _Status.place = display(shown, raw=True, display_id=True)
+        if not text:
+            keep_status()
     elif sys.stdout.isatty():
         sys.stdout.write(f"\r\x1b[K{printable(text)}\r")  # what comes from elsewhere begins at the left, too
         sys.stdout.flush()
         _Status.shown = True
 
 
+def keep_status() -> None:
+    """Leave the text of `status` where a notebook shows it: the next one gets another place."""
+    _Status.place = None
+
+
 def tracked[Item](what: str, items: Sequence[Item]) -> Iterator[Item]:
-    """Yield the items of long work, and show how many are done and the time that remains by the pace so far: in the
-    last line of a terminal, by a bar in a notebook, elsewhere as lines on the standard error output, where it takes
+    """Yield the items of long work, and show how many are done and the time that remains by the pace so far: with a bar
+    in the last line of a terminal or in a notebook, elsewhere as lines on the standard error output, where it takes
     longer than half a minute.
 
     Args:
@@ -99,11 +133,11 @@ def tracked[Item](what: str, items: Sequence[Item]) -> Iterator[Item]:
         now = time.monotonic()
         if done and now - shown >= (_EACH_TERMINAL if watched else _EACH_FILE):
             left = (now - begun) / done * (len(items) - done)
-            text = f"{what}: {done:,} of {len(items):,}, {remaining(left)} left"
+            told = f"{done:,} of {len(items):,}, {remaining(left)} left"
             if watched:
-                status(text, done=done / len(items))
+                status(f"{what} {bar(done / len(items))} {told}")
             else:
-                note(text)
+                note(f"{what}: {told}")
             shown = now
         yield item
     status("")
@@ -126,8 +160,12 @@ class _Status:
 
 
 def note(text: str) -> None:
-    """Print a line on the standard error output, in one piece, so that lines of several processes do not mix."""
-    _write(sys.stderr, f"{printable(text)}\n")
+    """Print a line on the standard error output, in one piece, so that lines of several processes do not mix. The word
+    `warning:` or `error:` that it begins with is in colour where a terminal shows colours."""
+    first, space, rest = printable(text).partition(" ")
+    if first in _MARKED and in_colour(sys.stderr):
+        first = f"{_MARKED[first]}{first}{PLAIN}"
+    _write(sys.stderr, f"{first}{space}{rest}\n")
 
 
 def warn(text: str) -> None:

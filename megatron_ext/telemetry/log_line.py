@@ -23,7 +23,7 @@ from megatron_ext.telemetry.metrics import (
     ValidationMetrics,
     perplexity,
 )
-from megatron_ext.terminal import is_watched, remaining, say, status
+from megatron_ext.terminal import bar, is_watched, keep_status, remaining, say, status
 
 _SHOWN_MEMORY = 5e7  # bytes, 0.1 GB when rounded
 
@@ -167,20 +167,15 @@ class Console:
     def alive(self, iteration: int, train_iters: int) -> None:
         """Note that a step is done, and show it in the short form, once a second at most."""
         self._steps = (iteration, train_iters)
-        if self._short and (time.monotonic() - self._shown_at > 1.0 or self._ends_bar(iteration, train_iters)):
+        # A notebook shows the end; a terminal's last line gives way to the next line.
+        ends = iteration == train_iters and not sys.stdout.isatty()
+        if self._short and (ends or time.monotonic() - self._shown_at > 1.0):
             self._shown_at = time.monotonic()
-            text = f"step {iteration:>{len(str(train_iters))}}/{train_iters}"
-            status(text, done=iteration / train_iters)
-
-    @staticmethod
-    def _ends_bar(iteration: int, train_iters: int) -> bool:
-        """Return whether a notebook's bar is to show the end; a terminal's last line gives way to the next line."""
-        return iteration == train_iters and not sys.stdout.isatty()
+            status(f"step {iteration:>{len(str(train_iters))}}/{train_iters} {bar(iteration / train_iters)}")
 
     def close(self) -> None:
         """Print the summary in the short form; no file is held open."""
-        if self._short and not sys.stdout.isatty():
-            status("")  # in a notebook, after an error
+        keep_status()
         if self._short and any(self._steps):
             say("\n".join(self._summary(*self._steps)))
 
