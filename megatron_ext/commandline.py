@@ -4,7 +4,6 @@ import argparse
 import difflib
 import gc
 import os
-import re
 import select
 import signal
 import sys
@@ -24,18 +23,24 @@ class ToolParser(argparse.ArgumentParser):
         description: what the program does, in a sentence.
         documentation: a docstring whose indented lines, up to the first paragraph after them, are the examples that
             --help ends with.
+        command: the command of megatron-ext that messages name where a function of Python asks, and no program.
     """
 
-    def __init__(self, description: str, documentation: str | None = None):
+    def __init__(self, description: str, documentation: str | None = None, *, command: str | None = None):
         self._flags: list[str] = []
         self._removed: dict[str, str] = {}
-        super().__init__(description=description, allow_abbrev=False, formatter_class=_Formatter)
-        self.epilog = _examples(documentation, self.prog)
+        program = None if command is None or _is_program(sys.argv[0]) else f"megatron-ext {command}"
+        super().__init__(program, description=description, allow_abbrev=False, formatter_class=_Formatter)
+        self.epilog = _examples(documentation)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
         """Add an argument, and remember its flags for suggestions to misspelled ones."""
         self._flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **settings)
+
+    def knows(self, flag: str) -> bool:
+        """Return whether the tool has this flag, `--name`."""
+        return flag in self._flags
 
     def remove_flag(self, flag: str, instead: str) -> None:
         """Refuse a removed flag, and say what to do instead."""
@@ -83,16 +88,15 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
     """Shows defaults, and examples as they are written."""
 
 
-def _examples(documentation: str | None, program: str) -> str | None:
-    """Return the first indented paragraph, with the script's name as the program was started."""
+def _is_program(name: str) -> bool:
+    """Return whether this process was started as `megatron-ext`, or by a script of tools/ or tasks/."""
+    return name.startswith("megatron-ext") or Path(name).absolute().parent.name in ("tools", "tasks")
+
+
+def _examples(documentation: str | None) -> str | None:
+    """Return the first indented paragraph."""
     shown = [text for text in (documentation or "").split("\n\n") if text.startswith("    ")]
-    if not shown:
-        return None
-    text = shown[0]
-    if program.startswith("megatron-ext"):
-        text = re.sub(r"python (?:tools|tasks)/\w+\.py", program, text)
-        text = re.sub(r"(?:tools|tasks)/\w+\.py", program.replace("megatron-ext", "-m megatron_ext"), text)
-    return "\n".join(["examples:", *(line[2:] for line in text.splitlines())])
+    return "\n".join(["examples:", *(line[2:] for line in shown[0].splitlines())]) if shown else None
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -2,9 +2,9 @@
 
 A plugin is a package with a module `plugin.py` that holds `PLUGIN`. It lies in `megatron_ext/plugins/`, or in any
 installed distribution whose entry points name it (group `megatron_ext.plugins`, `name = package`). `PLUGIN` says which
-commands the plugin adds to `megatron-ext`, and the objects it brings to the extension points below, as
-"module:attribute": the module is imported when the attribute is asked for, so that `--help` loads neither torch nor a
-plugin's code.
+commands the plugin adds to `megatron-ext`, which functions to the package, and the objects it brings to the extension
+points below, as "module:attribute": the module is imported when the attribute is asked for, so that `--help` loads
+neither torch nor a plugin's code.
 
     for traits in brought("optimizers"):
         ...
@@ -69,6 +69,9 @@ class Plugin:
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Command of `megatron-ext` -> its module, which has `main(argv) -> exit code`, and one line of help."""
 
+    functions: Mapping[str, str] = field(default_factory=dict)
+    """Function that `from megatron_ext import NAME` gives -> its "module:attribute"."""
+
     brings: Mapping[str, str | tuple[Any, ...]] = field(default_factory=dict)
     """Extension point -> "module:attribute" of a tuple, or the tuple itself where it takes no import to write it."""
 
@@ -114,6 +117,12 @@ def command_modules() -> dict[str, tuple[str, str]]:
     return {name: command for plugin in plugins().values() for name, command in plugin.commands.items()}
 
 
+def functions() -> dict[str, str]:
+    """Return the functions that `from megatron_ext import NAME` gives: name -> "module:attribute"."""
+    brought_ones = {name: place for plugin in plugins().values() for name, place in plugin.functions.items()}
+    return {"pretrain": "megatron_ext.train.from_python:pretrain", **brought_ones}
+
+
 def load(place: str) -> Any:
     """Return the attribute that "module:attribute" names."""
     module, _, name = place.partition(":")
@@ -126,16 +135,17 @@ def _found() -> Iterable[Plugin]:
         name = f"{__package__}.plugins.{package.name}.plugin"
         if importlib.util.find_spec(name) is not None:
             yield importlib.import_module(name).PLUGIN
-    for package in _packages_elsewhere():
+    for package in packages_elsewhere():
         yield importlib.import_module(f"{package}.plugin").PLUGIN
 
 
-def _packages_elsewhere() -> list[str]:
-    """Return the packages that entry points of installed distributions name."""
+@functools.cache
+def packages_elsewhere() -> tuple[str, ...]:
+    """Return the packages of plugins of other distributions, which their entry points name."""
     # importlib.metadata takes longer to import than the files take to read, and hardly anybody has such a plugin.
     files = (file for place in sys.path for file in Path(place).glob("*.dist-info/entry_points.txt"))
     if not any(f"[{_GROUP}]" in file.read_text(encoding="utf-8", errors="replace") for file in files):
-        return []
+        return ()
     from importlib.metadata import entry_points
 
-    return sorted({point.value for point in entry_points(group=_GROUP)})
+    return tuple(sorted({point.value for point in entry_points(group=_GROUP)}))

@@ -6,6 +6,7 @@ contents of other origin, with escape sequences, which a terminal would obey.
 """
 
 import errno
+import importlib
 import os
 import re
 import sys
@@ -83,30 +84,57 @@ def bar(share: float) -> str:
     return f"[{'#' * filled}{'-' * (_BAR - filled)}]"
 
 
+def is_watched() -> bool:
+    """Return whether a person sees the output while it is written: in a terminal, or in a notebook."""
+    return sys.stdout.isatty() or _notebook() is not None
+
+
+def _notebook() -> Any:
+    """Return IPython's `display` where its kernel runs this process for a notebook; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
+        return None
+    return importlib.import_module("IPython.display").display
+
+
 def status(text: str) -> None:
-    """Show a text in the last line of a terminal until the next text takes its place; elsewhere nothing is written."""
-    if sys.stdout.isatty():
+    """Show a text until the next text takes its place: in the last line of a terminal, or in a place of its own in a
+    notebook; elsewhere nothing is written."""
+    if (display := _notebook()) is not None:
+        shown = {"text/plain": printable(text)}
+        if _Status.place is not None:
+            _Status.place.update(shown, raw=True)
+        elif text:
+            _Status.place = display(shown, raw=True, display_id=True)
+        if not text:
+            keep_status()
+    elif sys.stdout.isatty():
         sys.stdout.write(f"\r\x1b[K{printable(text)}\r")  # what comes from elsewhere begins at the left, too
         sys.stdout.flush()
         _Status.shown = True
 
 
+def keep_status() -> None:
+    """Leave the text of `status` where a notebook shows it: the next one gets another place."""
+    _Status.place = None
+
+
 def tracked[Item](what: str, items: Sequence[Item]) -> Iterator[Item]:
     """Yield the items of long work, and show how many are done and the time that remains by the pace so far: with a bar
-    in the last line of a terminal, elsewhere as lines on the standard error output, where it takes longer than half a
-    minute.
+    in the last line of a terminal or in a notebook, elsewhere as lines on the standard error output, where it takes
+    longer than half a minute.
 
     Args:
         what: the work on them ("writing weights").
     """
-    terminal = sys.stdout.isatty()
+    watched = is_watched()
     begun = shown = time.monotonic()
     for done, item in enumerate(items):
         now = time.monotonic()
-        if done and now - shown >= (_EACH_TERMINAL if terminal else _EACH_FILE):
+        if done and now - shown >= (_EACH_TERMINAL if watched else _EACH_FILE):
             left = (now - begun) / done * (len(items) - done)
             told = f"{done:,} of {len(items):,}, {remaining(left)} left"
-            if terminal:
+            if watched:
                 status(f"{what} {bar(done / len(items))} {told}")
             else:
                 note(f"{what}: {told}")
@@ -125,9 +153,10 @@ def remaining(seconds: float) -> str:
 
 
 class _Status:
-    """Holds whether the last line of the terminal is one of `status`."""
+    """Holds whether the last line of the terminal is one of `status`, and its place in a notebook."""
 
     shown = False
+    place: Any = None
 
 
 def note(text: str) -> None:

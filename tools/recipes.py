@@ -28,6 +28,7 @@ import yaml
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.config.derived.sharding import FLAGS
+from megatron_ext.config.parse.recipe_files import Devices, Heading, find_recipe, heading
 from megatron_ext.config.schema import Config
 from megatron_ext.cost.state_bytes import state_bytes
 from megatron_ext.errors import ConfigurationError
@@ -47,21 +48,6 @@ _UNITS = {"": 1, "M": 10**6, "B": 10**9}
 
 
 @dataclass(frozen=True)
-class Devices:
-    """Devices that a recipe is meant for."""
-
-    number: int
-    name: str
-    """A row of the planner's table, such as h100."""
-
-    memory_gb: float | None
-    """GB of one device; None: the table's."""
-
-    def __str__(self) -> str:
-        return f"{self.number:,} x {self.name.upper()}" + (f" {self.memory_gb:g} GB" if self.memory_gb else "")
-
-
-@dataclass(frozen=True)
 class Recipe:
     """One file of examples/recipes: what its first lines say, and its values by field name."""
 
@@ -78,8 +64,7 @@ class Recipe:
     @property
     def devices(self) -> list[Devices]:
         """Return the devices that it is meant for, the fewest first; none where the model is not in the file."""
-        found = re.findall(r"(\d+) x (\w+)(?: of (\d+) GB)?", self.notes.get("devices", ""))
-        return [Devices(int(number), name, float(memory) if memory else None) for number, name, memory in found]
+        return Heading(self.title, self.notes).devices
 
     def published(self) -> tuple[int, int]:
         """Return the published number of parameters, and how far from it a count may be: nothing where it is exact,
@@ -130,19 +115,13 @@ def find(name: str) -> Recipe:
     Raises:
         ConfigurationError: there is none.
     """
-    path = FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        raise ConfigurationError(f"there is no recipe {name}; `python tools/recipes.py list` names them")
-    return read(path)
+    return read(find_recipe(name))
 
 
 def read(path: Path) -> Recipe:
     """Return the recipe in a file, whose comments at the top are a title and `name: text`."""
-    text = path.read_text()
-    top = re.sub(r"\n#   ", " ", text.partition("\n\n")[0])
-    title, *lines = (line.removeprefix("# ") for line in top.splitlines())
-    notes = dict(line.split(": ", 1) for line in lines)
-    return Recipe(path, title, notes, yaml.safe_load(text))
+    top = heading(path)
+    return Recipe(path, top.title, top.notes, yaml.safe_load(path.read_text()))
 
 
 # ---- tiny copies

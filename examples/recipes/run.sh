@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a recipe of this folder on the GPUs of one machine or of several; `python tools/recipes.py list` names them.
+# Trains a recipe of this folder on the GPUs of one machine or of several; `megatron-ext recipes` names them.
 #   TRAIN=/data/train_text_document VALID=/data/valid_text_document TOKENIZER=/data/tokenizer SAVE=/ckpt/run1 \
 #       bash examples/recipes/run.sh llama3.1-8b [further flags]
 #   bash examples/recipes/run.sh llama3.1-8b                             without TRAIN: synthetic tokens, nothing saved
@@ -11,10 +11,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source tools/environment.sh --no-install
-name=${1:?name of a recipe, as in 'python tools/recipes.py list'}
+name=${1:?name of a recipe, as in 'megatron-ext recipes'}
 shift
 [ -f "examples/recipes/$name.yaml" ] || {
-    echo "there is no recipe $name; 'python tools/recipes.py list' names them" >&2
+    echo "there is no recipe $name; 'megatron-ext recipes' names them" >&2
     exit 64
 }
 

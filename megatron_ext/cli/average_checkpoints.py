@@ -1,11 +1,11 @@
 """Averages the weights of several checkpoints of a run.
 
-    python tools/average_checkpoints.py --load checkpoints --last 5 --save averaged
-    python tools/average_checkpoints.py --load checkpoints --iterations 8000 9000 10000 --save averaged
-    python tools/average_checkpoints.py --load run-a run-b --save averaged         # the newest of each
+    megatron-ext average-checkpoints --load checkpoints --last 5 --save averaged
+    megatron-ext average-checkpoints --load checkpoints --iterations 8000 9000 10000 --save averaged
+    megatron-ext average-checkpoints --load run-a run-b --save averaged         # the newest of each
 
 Writes a checkpoint of iteration 0 that holds weights alone: train on from it with --load, export it with
-tools/convert_checkpoint.py to-hf, evaluate it with tasks/main.py.
+`megatron-ext convert to-hf`, evaluate it with `megatron-ext tasks`.
 """
 
 from pathlib import Path

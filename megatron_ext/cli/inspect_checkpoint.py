@@ -1,9 +1,9 @@
 """Look into checkpoints.
 
-    python tools/inspect_checkpoint.py checkpoints/run/iter_0000100          # show: its tensors, dtypes, L2 norms
-    python tools/inspect_checkpoint.py ls checkpoints/run                    # the checkpoints of a folder
-    python tools/inspect_checkpoint.py verify checkpoints/run/iter_0000100   # against its manifest
-    python tools/inspect_checkpoint.py diff A B                              # which tensors differ, by how much
+    megatron-ext inspect-checkpoint checkpoints/run/iter_0000100          # show: its tensors, dtypes, L2 norms
+    megatron-ext inspect-checkpoint ls checkpoints/run                    # the checkpoints of a folder
+    megatron-ext inspect-checkpoint verify checkpoints/run/iter_0000100   # against its manifest
+    megatron-ext inspect-checkpoint diff A B                              # which tensors differ, by how much
 
 A --save folder stands for its latest checkpoint. `verify` exits with 65 for a damaged one, `diff` with 1 where the
 two differ. Nothing in a checkpoint is run.

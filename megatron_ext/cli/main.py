@@ -29,6 +29,7 @@ COMMANDS = {
         "megatron_ext.cli.average_checkpoints",
         "average the weights of several checkpoints of a run",
     ),
+    "recipes": ("megatron_ext.cli.recipes", "list the recipes of published models, which pretrain --recipe takes"),
     "inspect-checkpoint": ("megatron_ext.cli.inspect_checkpoint", "list, show, verify and compare checkpoints"),
     **command_modules(),
 }

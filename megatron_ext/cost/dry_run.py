@@ -211,7 +211,7 @@ CPU_PROCESS_GB = 0.9
 """Peak resident memory of a CPU process that trains next to nothing (one layer of width 32; torch 2.15)."""
 
 USABLE = 0.92
-"""Share of a device's memory that a layout may fill, as by default in tools/plan.py."""
+"""Share of a device's memory that a layout may fill, as by default in `megatron-ext plan`."""
 
 
 def verdict(

@@ -38,7 +38,7 @@ class Work(NamedTuple):
 class Schedule:
     """The passes of every pipeline stage in a step, in their order.
 
-    The planner, `tools/draw_pipeline.py` and `--dry-run` take the order from here alone. `train/build.py` takes the
+    The planner, `megatron-ext draw-pipeline` and `--dry-run` take the order from here alone. `train/build.py` takes the
     engine's function that works in this order.
     """
 

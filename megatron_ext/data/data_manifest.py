@@ -1,7 +1,7 @@
 """Manifests of .bin/.idx pairs: which tokenizer made a pair, and its checksums block by block.
 
-`tools/preprocess_data.py --output-prefix data/corpus` writes data/corpus_text_document.bin and .idx, and
-data/corpus_manifest.json; `tools/merge_datasets.py --output-prefix data/all` writes data/all_manifest.json. A pair
+`megatron-ext preprocess --output-prefix data/corpus` writes data/corpus_text_document.bin and .idx, and
+data/corpus_manifest.json; `megatron-ext merge-datasets --output-prefix data/all` writes data/all_manifest.json. A pair
 without one, as Megatron-LM writes it, or one that was replaced since, has no known tokenizer. A run compares its
 tokenizer with the manifest's, and the checksums while it reads the data.
 

@@ -9,11 +9,14 @@ well under a second. They find each other through a store that the parent owns, 
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 PRELOADED = ["megatron_ext.forkserver.preload"]
@@ -41,7 +44,8 @@ def run_ranks(
 
     Args:
         world_size: number of processes.
-        function: importable by name; it may call `torch.distributed.init_process_group()` with no arguments.
+        function: importable by name, with `fresh` from another module than the main script; it may call
+            `torch.distributed.init_process_group()` with no arguments.
         timeout: seconds until all ranks are killed.
         environment: further variables for the ranks.
         fresh: start each rank in an interpreter of its own, with nothing imported or adapted.
@@ -68,7 +72,8 @@ def run_ranks(
         receiver, sender = context.Pipe(duplex=False)
         settings = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = context.Process(target=_rank_main, args=(sender, settings, function, arguments), daemon=False)
-        process.start()
+        with _no_main_script() if fresh else nullcontext():
+            process.start()
         sender.close()
         processes.append(process)
         pipes.append(receiver)
@@ -79,6 +84,19 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+@contextmanager
+def _no_main_script() -> Iterator[None]:
+    """Return a context in which a spawned process does not run this process's main script once more, which may be a
+    user's, without `if __name__ == "__main__"`."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = nothing = ModuleType("__main__")
+    nothing.__spec__ = None
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def forkserver() -> Any:

@@ -26,8 +26,12 @@ from megatron_ext.model.names import by_expert, global_named_parameters
 from megatron_ext.own_code import own_class, place_of
 from megatron_ext.parts import own_parameters
 from megatron_ext.parts.catalogue import Parameter, parameters
+from megatron_ext.registry import packages_elsewhere
 
 _READS = ("token", "share", "sequence")
+_PAGE = "(docs/own_mixer.md)"
+"""The page about classes of a user's own, for the end of messages."""
+
 _BRANCHES = ("self_attention", "mlp")
 """Parts of a layer that return an output and a bias that is still to be added, or None."""
 
@@ -64,6 +68,11 @@ class OwnModule:
         return self.path in _OF_HIDDEN_STATES
 
 
+def of_plugins_elsewhere(chunks: Sequence[torch.nn.Module]) -> list[OwnModule]:
+    """Return the modules of plugins of other distributions; raises as `own_modules`."""
+    return own_modules(chunks) if packages_elsewhere() else []
+
+
 def own_modules(chunks: Sequence[torch.nn.Module]) -> list[OwnModule]:
     """Return the user's own modules of all layers; of a module within another one, only the outer, which answers for
     both, unless the outer is the layer.
@@ -94,7 +103,7 @@ def _described(layer: int, path: str, module: torch.nn.Module) -> OwnModule:
     reads = getattr(own, "reads", "sequence")
     found = OwnModule(layer, path, module, own, reads)
     if reads not in _READS:
-        raise ConfigurationError(f"{found.title} has reads = {reads!r}; use {listed(map(repr, _READS))}")
+        raise ConfigurationError(f"{found.title} has reads = {reads!r}; use {listed(map(repr, _READS))} {_PAGE}")
     return found
 
 
@@ -115,8 +124,8 @@ def check_own_modules(chunks: Sequence[torch.nn.Module], config: Config) -> None
             [
                 f"{one.title}, {one.place}, reads whole sequences, of which {flags} gives each rank a part; declare "
                 "reads = 'token' in the class if its output at a position depends on its input there alone, reads = "
-                "'share' if parts of ours, or an exchange of its own, bring it the other positions (docs/extending.md);"
-                f" else leave {flags} out"
+                f"'share' if parts of ours, or an exchange of its own, bring it the other positions {_PAGE}; else "
+                f"leave {flags} out"
                 for one in whole.values()
             ]
         )
@@ -147,13 +156,16 @@ def _check_output(
     many = f"{len(pair)} values, the first of shape" if isinstance(output, tuple) else "a tensor of shape"
     raise ConfigurationError(
         f"{one.title}, {one.place}, returned {many} {sizes} for hidden states of shape {list(wanted)}: it must return "
-        f"{returns}, with an output of shape {list(wanted)}"
+        f"{returns}, with an output of shape {list(wanted)} {_PAGE}"
     )
 
 
-def mark_own_parameters(chunks: Sequence[torch.nn.Module], config: Config) -> None:
+def mark_own_parameters(chunks: Sequence[torch.nn.Module], config: Config, *, are_all_named: bool = False) -> None:
     """Set megatron-core's attributes of each of the user's own parameters, from the catalogue.
 
+    Args:
+        are_all_named: whether the catalogue has of the user's modules their own parameters alone, as of a plugin's
+            mixer; else it may have parameters of standard parts that they replace.
     Raises:
         ConfigurationError: a layer has a parameter that the catalogue lacks, or lacks one, or has it in another shape.
     """
@@ -163,10 +175,13 @@ def mark_own_parameters(chunks: Sequence[torch.nn.Module], config: Config) -> No
         for name, tensor in by_expert(stacked, weight.data)
     }
     catalogue = {parameter.name: parameter for parameter in parameters(config)}
-    problems = list(_differences(found, catalogue, config))
+    places = {f"decoder.layers.{one.layer}.{one.path}." for one in own_modules(chunks) if one.path}
+    within = [name for name in catalogue if any(map(name.startswith, places))]
+    named = _own(catalogue, config)
+    problems = list(_differences(found, catalogue, config, [*named, *within] if are_all_named else named))
     if problems:
         raise ConfigurationError("\n".join(problems))
-    for name in _own(catalogue, config):
+    for name in (*named, *within):
         if name in found:
             _mark(found[name][0], catalogue[name], sequence_parallel=config.layout.sequence_parallel)
 
@@ -178,24 +193,31 @@ def _own(catalogue: Mapping[str, Parameter], config: Config) -> list[str]:
 
 
 def _differences(
-    found: Mapping[str, tuple[torch.nn.Parameter, torch.Size]], catalogue: Mapping[str, Parameter], config: Config
+    found: Mapping[str, tuple[torch.nn.Parameter, torch.Size]],
+    catalogue: Mapping[str, Parameter],
+    config: Config,
+    named: Sequence[str],
 ) -> Iterator[str]:
     for name, (_, shape) in found.items():
         if name not in catalogue:
             inner = name.split(".", 3)[-1]
             yield (
                 f"the own layer has a parameter {name} of shape {list(shape)}, which nobody would initialize, divide "
-                f"or save; let layer_parameters= name it: Parameter({inner!r}, shape, layer.number, 'zeros')"
+                f"or save; let layer_parameters=, or the mixer's Part, name it: Parameter({inner!r}, "
+                f"shape, layer.number, 'zeros') {_PAGE}"
             )
     held = {name.split(".")[2] for name in found if name.startswith("decoder.layers.")}
-    for name in _own(catalogue, config):
+    for name in named:
         shape = catalogue[name].local_shape(config.layout.tensor_model_parallel_size)
         if name not in found and name.split(".")[2] in held:
-            yield f"layer_parameters= names {name}, which the own layer does not have; give the layer that parameter"
+            yield (
+                f"layer_parameters=, or the mixer's Part, names {name}, which the own layer does not "
+                f"have; give the layer that parameter {_PAGE}"
+            )
         elif name in found and found[name][1] != shape:
             yield (
-                f"{name} has shape {list(found[name][1])} on this rank, and layer_parameters= says {list(shape)}; "
-                "let both say the same"
+                f"{name} has shape {list(found[name][1])} on this rank, and layer_parameters=, or the mixer's "
+                f"Part, says {list(shape)}; let both say the same {_PAGE}"
             )
 
 

@@ -123,8 +123,16 @@ def begin_state(main: torch.Tensor, group: Group, optimizer: torch.optim.Optimiz
                 state[kept.name].copy_(main.detach())
     if traits.counts_updates and is_torchs(optimizer, settings) and "step" not in state:
         # Where torch itself puts it (_init_group of torch/optim/adam.py).
-        on_device = group["fused"] or group["capturable"]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if on_device else None)
+        on_device = group.get("fused") or group.get("capturable")
+        state["step"] = scalar(traits, "step", 0.0, main.device if on_device else None)
+
+
+def scalar(traits: OptimizerTraits, name: str, value: float, device: torch.device | None = None) -> Any:
+    """Return the count "step", or a number, of an optimizer as its class keeps it."""
+    kept_as = traits.scalars.get(name, "float32" if name == "step" else "float64")
+    if kept_as in ("int", "float"):
+        return int(value) if kept_as == "int" else value
+    return torch.tensor(value, dtype=getattr(torch, kept_as), device=device)
 
 
 def in_shape(main: torch.Tensor) -> torch.Tensor:
@@ -189,6 +197,8 @@ def _without_its_own(group: Group, built: torch.optim.Optimizer) -> Group:
 
 
 def _torch_class(traits: OptimizerTraits) -> type[torch.optim.Optimizer]:
+    if isinstance(traits.torch_class, type):
+        return traits.torch_class
     module, _, name = traits.torch_class.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)

@@ -4,15 +4,20 @@ A plugin brings `Mixer` objects to the extension point `mixers`. What builds the
 description (`Part.builder`), next to its operation.
 """
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_ext.config.derived.layer_patterns import ATTENTION, EXPERTS, MLP
+from megatron_ext.config.derived.layer_patterns import ATTENTION, EXPERTS, MLP, PIPE
 from megatron_ext.config.schema import ModelConfig
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.describe import attention_of
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
-from megatron_ext.registry import brought
+from megatron_ext.registry import brought, load, plugins
+
+_PAGE = "(docs/own_mixer.md)"
 
 
 @dataclass(frozen=True)
@@ -32,24 +37,77 @@ class Mixer:
     """Whether its flags put it in the place of all attention; kinds that are chosen for single layers come first."""
 
 
+@functools.cache
+def mixers() -> tuple[Mixer, ...]:
+    """Return the kinds of mixers that plugins bring.
+
+    Raises:
+        ConfigurationError: one is no `Mixer`, or has a letter that cannot be, or that another kind has.
+    """
+    taken: dict[str, str] = dict.fromkeys((ATTENTION, MLP, EXPERTS, PIPE), "the core")
+    for plugin in plugins().values():
+        place = plugin.brings.get("mixers", ())
+        for kind in load(place) if isinstance(place, str) else place:
+            who = f"plugin {plugin.name}: its mixer"
+            if not isinstance(kind, Mixer):
+                raise ConfigurationError(
+                    f"{who} is {type(kind).__name__}; bring a tuple of Mixer(LETTER, describe) {_PAGE}"
+                )
+            if len(kind.letter) != 1 or not kind.letter.isprintable() or kind.letter.isspace():
+                raise ConfigurationError(f"{who} has the letter {kind.letter!r}; give it one character, as 'R' {_PAGE}")
+            if kind.letter in taken:
+                raise ConfigurationError(
+                    f"{who} has the letter {kind.letter!r} of {taken[kind.letter]}; take another {_PAGE}"
+                )
+            taken[kind.letter] = f"plugin {plugin.name}"
+    return brought("mixers")
+
+
+def described(kind: Mixer, model: ModelConfig, norm: Norm, number: int) -> Part:
+    """Return the description of a layer's mixer.
+
+    Raises:
+        ConfigurationError: the kind describes it by something else than a `Part`, or its builder cannot be imported.
+    """
+    part = kind.describe(model, norm, number)
+    who = f"the mixer of the letter {kind.letter!r}"
+    if not isinstance(part, Part):
+        raise ConfigurationError(f"{who} is described by {type(part).__name__}; let `describe` return a Part {_PAGE}")
+    module, colon, name = part.builder.partition(":")
+    if not (module and colon and name) or _cannot_be_found(module):
+        raise ConfigurationError(
+            f"{who} has builder = {part.builder!r}, which is no function of a module; name it "
+            f"'package.module:function' {_PAGE}"
+        )
+    return part
+
+
+@functools.cache
+def _cannot_be_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ImportError:
+        return True
+
+
 def mixer_of(model: ModelConfig, letter: str | None, number: int) -> Callable[[ModelConfig, Norm, int], Part]:
     """Return the function that describes the mixer of layer `number`.
 
     Args:
         letter: the layer's letter in --hybrid-layer-pattern; None without a pattern.
     """
-    kinds = sorted(brought("mixers"), key=lambda kind: kind.replaces_attention)
+    kinds = sorted(mixers(), key=lambda kind: kind.replaces_attention)
     for kind in kinds:
         if letter == kind.letter or (letter is None and kind.is_asked(model, number)):
-            return kind.describe
+            return functools.partial(described, kind)
     return attention_of
 
 
 def attention_is_replaced(model: ModelConfig) -> bool:
     """Return whether a kind of mixer is in the place of all attention."""
-    return any(kind.replaces_attention and kind.is_asked(model, 0) for kind in brought("mixers"))
+    return any(kind.replaces_attention and kind.is_asked(model, 0) for kind in mixers())
 
 
 def letters() -> str:
     """Return the letters of --hybrid-layer-pattern: the core's letters, and the letters of the installed mixers."""
-    return ATTENTION + MLP + EXPERTS + "".join(kind.letter for kind in brought("mixers"))
+    return ATTENTION + MLP + EXPERTS + "".join(kind.letter for kind in mixers())

@@ -224,7 +224,8 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
     if letters != working:
         wrong = next((letter for letter in letters if letter not in letters_known), "")
         words = f"{wrong!r} is {reasons.get(wrong, 'no letter')}" if wrong else "there is no letter"
-        yield f"{flag}: {words}; known are {known}; use --hybrid-layer-pattern '{working}'"
+        own = "; a plugin brings others (docs/own_mixer.md)" if wrong and wrong not in reasons else ""
+        yield f"{flag}: {words}; known are {known}{own}; use --hybrid-layer-pattern '{working}'"
         return
     if positive(model.num_layers) and model.num_layers != len(letters):
         yield (

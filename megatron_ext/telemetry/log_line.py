@@ -24,7 +24,7 @@ from megatron_ext.telemetry.metrics import (
     ValidationMetrics,
     perplexity,
 )
-from megatron_ext.terminal import bar, remaining, say, status
+from megatron_ext.terminal import bar, is_watched, keep_status, remaining, say, status
 
 _SHOWN_MEMORY = 5e7  # bytes, 0.1 GB when rounded
 
@@ -142,13 +142,13 @@ class Console:
 
     Args:
         throughput: whether Megatron's line has the TFLOP/s per GPU.
-        form: `megatron`; `short`, for people; or `auto`, which is short where the output is a terminal.
+        form: `megatron`; `short`, for people; or `auto`, which is short where the output is a terminal or a notebook.
         save: the folder of the run's files, where it has one.
     """
 
     def __init__(self, *, throughput: bool, form: str = "auto", save: str | None = None):
         self._throughput = throughput
-        self._short = sys.stdout.isatty() if form == "auto" else form == "short"
+        self._short = is_watched() if form == "auto" else form == "short"
         self._save = save
         self._steps = (0, 0)
         self._shown_at = time.monotonic()
@@ -170,12 +170,15 @@ class Console:
     def alive(self, iteration: int, train_iters: int) -> None:
         """Note that a step is done, and show it in the short form, once a second at most."""
         self._steps = (iteration, train_iters)
-        if self._short and time.monotonic() - self._shown_at > 1.0:
+        # A notebook shows the end; a terminal's last line gives way to the next line.
+        ends = iteration == train_iters and not sys.stdout.isatty()
+        if self._short and (ends or time.monotonic() - self._shown_at > 1.0):
             self._shown_at = time.monotonic()
             status(f"step {iteration:>{len(str(train_iters))}}/{train_iters} {bar(iteration / train_iters)}")
 
     def close(self) -> None:
         """Print the summary in the short form; no file is held open."""
+        keep_status()
         if self._short and any(self._steps):
             say("\n".join(self._summary(*self._steps)))
 

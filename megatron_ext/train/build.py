@@ -36,7 +36,7 @@ from megatron_ext.device.device_protocol import Device
 from megatron_ext.device.kernels import GEMMS, gemm_by_ability, measured_gemm, use_gemm
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
-from megatron_ext.model.own_layers import check_own_modules, mark_own_parameters
+from megatron_ext.model.own_layers import check_own_modules, mark_own_parameters, of_plugins_elsewhere
 from megatron_ext.optim.averages import keep_averages
 from megatron_ext.optim.loss_scale import share_loss_scale
 from megatron_ext.optim.qk_clip import LargestScores, QKClip
@@ -82,8 +82,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
         own_loss=extensions.loss,
         keeps_output_weight=sharding.keeps_output_weight,
     )
-    if extensions.layer_spec is not None:
-        mark_own_parameters(chunks, config)
+    if extensions.layer_spec is not None or of_plugins_elsewhere(chunks):
+        mark_own_parameters(chunks, config, are_all_named=extensions.layer_spec is None)
         check_own_modules(chunks, config)
     if overlaps(config):
         _overlap_products(chunks, config, groups, device)

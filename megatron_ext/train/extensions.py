@@ -48,6 +48,10 @@ LayerSpec = Callable[["ModuleSpec", "Layer"], "ModuleSpec"]
 """From the spec of a layer and its description, the spec to build."""
 
 
+OptimizerClass = Callable[..., "torch.optim.Optimizer"]
+"""A class derived from torch.optim.Optimizer, or `functools.partial` of one with its arguments."""
+
+
 @dataclass(frozen=True)
 class Extensions:
     """The parts of a run that are not ours. None stands for ours."""
@@ -57,17 +61,26 @@ class Extensions:
     loss: Loss | None = None
     layer_spec: LayerSpec | None = None
     layer_parameters: OwnParameters | None = None
-    optimizer: OptimizerTraits | None = None
+    optimizer: OptimizerTraits | OptimizerClass | None = None
+    """Traits; a class, or a partial of one, becomes the traits that its state on a toy shows."""
+
     learning_rate: Schedule | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigurationError where a part is not of its kind; let the functions be known in a traceback."""
+        if self.optimizer is not None and not isinstance(self.optimizer, OptimizerTraits) and callable(self.optimizer):
+            from megatron_ext.optim.toy_step import traits_of_class  # imports torch
+
+            object.__setattr__(self, "optimizer", traits_of_class(self.optimizer))
         for part in fields(self):
             value = getattr(self, part.name)
             if part.name == "callbacks":
                 fits, kind = isinstance(value, Sequence), "a list of callbacks"
             elif part.name == "optimizer":
-                fits, kind = (isinstance(value, OptimizerTraits), "OptimizerTraits (config/derived/optimizers.py)")
+                fits, kind = (
+                    isinstance(value, OptimizerTraits),
+                    "a class derived from torch.optim.Optimizer, or OptimizerTraits (config/derived/optimizers.py)",
+                )
             else:
                 fits, kind = callable(value), "a function"
             if value is not None and not fits:
@@ -87,8 +100,13 @@ class Extensions:
         try:
             yield
         finally:
-            if self.optimizer is not None and self.optimizer.name not in known:
-                OPTIMIZERS.pop(self.optimizer.name, None)
+            if (traits := self.optimizer_traits) is not None and traits.name not in known:
+                OPTIMIZERS.pop(traits.name, None)
+
+    @property
+    def optimizer_traits(self) -> OptimizerTraits | None:
+        """The traits of the own optimizer; None where it is one of ours."""
+        return self.optimizer if isinstance(self.optimizer, OptimizerTraits) else None
 
     def made_callbacks(self) -> list["Callback"]:
         """Return the user's callbacks; a class or function in the list is called to make one. This imports
@@ -139,8 +157,8 @@ class Extensions:
         if makes_graphs(config) and self._uncaptured():
             config = without_graphs(config)
         config = with_own_parameters(config, self.layer_parameters)
-        if self.optimizer is not None:
-            config = self._with_own_optimizer(config, self.optimizer)
+        if self.optimizer_traits is not None:
+            config = self._with_own_optimizer(config, self.optimizer_traits)
         if problems := [*matrices_are_whole(config, Facts()), *matrices_have_a_rule(config, Facts())]:
             raise ConfigurationError(problems)
         return config
@@ -161,7 +179,11 @@ class Extensions:
     def warnings(self, typed: Mapping[str, Any]) -> list[str]:
         """Return warnings of typed values, given by field name, that have no effect next to the user's own parts."""
         uncaptured = self._uncaptured() if typed.get("cuda_graph_impl") == FULL_ITERATION else []
-        return [graphs_warning(uncaptured)] if uncaptured else []
+        warnings = [graphs_warning(uncaptured)] if uncaptured else []
+        traits, decay = self.optimizer_traits, typed.get("weight_decay")
+        if traits is not None and not traits.reads_weight_decay and decay:
+            warnings.append(f"--weight-decay {decay:g} changes nothing here: {traits.title} has no weight_decay")
+        return warnings
 
     def _uncaptured(self) -> list[str]:
         """Return the own parts that are called within a step's passes, each with why no graph of these is made."""

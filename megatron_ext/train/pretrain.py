@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext import device, environment
 from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
@@ -31,7 +31,7 @@ from megatron_ext.telemetry import commands_file
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import Configured, configure, configure_for, next_stage
-from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets
+from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets, OptimizerClass
 from megatron_ext.train.training_result import Trained
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def pretrain(
     loss: Loss | None = None,
     layer_spec: LayerSpec | None = None,
     layer_parameters: OwnParameters | None = None,
-    optimizer: OptimizerTraits | None = None,
+    optimizer: OptimizerTraits | OptimizerClass | None = None,
     learning_rate: Schedule | None = None,
     returns_model: bool = False,
 ) -> Trained:
@@ -71,17 +71,18 @@ def pretrain(
         loss: returns the loss of every token, in place of the cross-entropy.
         layer_spec: changes the spec of each layer.
         layer_parameters: names the parameters that a layer then has besides ours.
-        optimizer: traits of an optimizer that is not in config/derived/optimizers.py, in place of --optimizer.
+        optimizer: a class of torch.optim.Optimizer, or traits of one that is not in config/derived/optimizers.py, in
+            place of --optimizer.
         learning_rate: changes the rate of each step.
         returns_model: whether what is returned has the model, which otherwise is freed.
     Returns:
-        The losses of the steps, and where the run wrote what.
+        The losses of the steps, and where the run wrote what; the rows of the metrics where there is no `status`.
     Raises:
         TrainingError: something ended the run before its planned end.
     """
     extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
     hand_over(config, vars(extensions))
-    configured = config if isinstance(config, Configured) else configure(config)
+    configured, keeps_rows = config if isinstance(config, Configured) else configure(config), status is None
     if configured is not config:
         _print_warnings(configured.typed.warnings)
     with extensions.registered(), _process_given_back(configured.config, status) as (status, ends):
@@ -95,12 +96,16 @@ def pretrain(
 
         losses: list[float] = []
         validation_losses: dict[int, float] = {}
+        rows: list[dict[str, Any]] = []
         store = None
         with _Requests() as requests:
             while True:
                 store = _join_ranks(configured, here, status, ends, store)
-                run, history, stop_reason = _train_stage(configured, here, status, extensions, ends, requests)
+                run, history, stop_reason = _train_stage(
+                    configured, here, status, extensions, ends, requests, keeps_rows=keeps_rows
+                )
                 losses += history.losses
+                rows += history.rows
                 validation_losses |= history.validation_losses
                 if stop_reason != STAGE_OVER:
                     break
@@ -121,6 +126,7 @@ def pretrain(
         validation_losses,
         stop_reason,
         *(None if name is None else Path(name) for name in names),
+        history=tuple(rows),
         model=tuple(unwrapped(run.chunks)) if returns_model else (),
     )
 
@@ -154,6 +160,8 @@ def _train_stage(
     extensions: Extensions,
     ends: ExitStack,
     requests: _Requests,
+    *,
+    keeps_rows: bool,
 ) -> "tuple[Run, History, str | None]":
     """Build the run, load its checkpoint, and train to the end of its stage, or of the run.
 
@@ -171,7 +179,9 @@ def _train_stage(
         _load(run, configured)
         if run.rank == 0:
             say(banner(run.config, _banner_facts(run, extensions, attention)))
-        history, stop_reason = _train(run, configured.stage_end, status, extensions, ends, requests)
+        history, stop_reason = _train(
+            run, configured.stage_end, status, extensions, ends, requests, keeps_rows=keeps_rows
+        )
         ends.close()
     return run, history, stop_reason
 
@@ -323,20 +333,24 @@ def _train(
     extensions: Extensions,
     ends: ExitStack,
     requests: _Requests,
+    *,
+    keeps_rows: bool,
 ) -> "tuple[History, str | None]":
     """Take the steps up to the end of the stage; return their losses, and why they ended before the planned end.
 
     Raises:
         StoppedBySignal: the run was stopped, and is saved.
     """
+    from megatron_ext.model.own_layers import of_plugins_elsewhere
     from megatron_ext.train.callbacks.own_parts import OwnParts
     from megatron_ext.train.callbacks.standard import History, standard_callbacks
     from megatron_ext.train.callbacks.stopping import STAGE_OVER, StageEnd
     from megatron_ext.train.trainer import Trainer
 
     signals, history = requests.watched(run.config, status), History()
-    callbacks = [*standard_callbacks(run, signals, status), StageEnd(stage_end), history, *extensions.made_callbacks()]
-    if extensions.layer_spec is not None:
+    standard = standard_callbacks(run, signals, status, [history] if keeps_rows else [])
+    callbacks = [*standard, StageEnd(stage_end), history, *extensions.made_callbacks()]
+    if extensions.layer_spec is not None or of_plugins_elsewhere(run.chunks):
         callbacks.insert(0, OwnParts())
     for callback in callbacks:
         ends.callback(callback.close)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """Reports a run that has ended well. All but the model is the same on every rank."""
+    """Reports a run that has ended well. All but history and model is the same on every rank."""
 
     iteration: int
     """Number of the last step, counted from the beginning of the training, also before a resume."""
@@ -34,6 +34,10 @@ class Trained:
 
     tensorboard_dir: Path | None
     """Folder of the TensorBoard log (--tensorboard-dir)."""
+
+    history: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    """Rows of the metrics file: one of iteration 1, of each --log-interval steps, and of each evaluation of this call.
+    Only the last rank has them."""
 
     model: "tuple[torch.nn.Module, ...]" = field(default=(), repr=False)
     """This rank's model chunks where `returns_model` asks for them: in one process a single one, the whole model. They

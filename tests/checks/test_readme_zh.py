@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH, CHINESE = ((ROOT / name).read_text() for name in ("README.md", "README.zh.md"))
-PROGRAMS = ("bash ", "python ", "torchrun ")
+PROGRAMS = ("bash ", "python ", "torchrun ", "megatron-ext ")
 
 
 def blocks(page: str) -> list[str]:

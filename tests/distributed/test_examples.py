@@ -124,7 +124,7 @@ NEXT = (
     "cd .* && source .*/bin/activate",
     "pretrain_gpt.py --help",
     "pretrain_cpu.sh",
-    "generate_sample.py",
+    "megatron-ext sample",
     "tensorboard",
 )
 

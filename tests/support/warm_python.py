@@ -28,7 +28,8 @@ _LARGEST_REQUEST = 1 << 22
 
 
 def warm_python(folder: Path) -> dict[str, str]:
-    """Write the executable `python` into a folder; it works as long as the process that asked for it.
+    """Write the executables `python` and `megatron-ext` into a folder; they work as long as the process that asked for
+    them.
 
     Returns:
         Variables with which shells find it as `python`, and torchrun takes it for its workers.
@@ -37,6 +38,9 @@ def warm_python(folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(f'#!/bin/bash\nexec {sys.executable} -S -E -s {_CLIENT} {_address()} {sys.executable} "$@"\n')
     file.chmod(0o755)
+    command = folder / "megatron-ext"
+    command.write_text(f'#!/bin/bash\nexec {file} -m megatron_ext "$@"\n')
+    command.chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON_EXEC": str(file)}
 
 

@@ -124,26 +124,27 @@ def test_a_page_without_room_leaves_the_older_one(tmp_path: Path) -> None:
 def test_the_examples_are_the_first_paragraph_that_is_indented() -> None:
     parser = ToolParser(
         "A tool.",
-        "Does a thing.\n\n    python tools/tool.py 5%\n      and more\n\nThen this.\n\n    content = read(file)\n",
+        "Does a thing.\n\n    megatron-ext tool 5%\n      and more\n\nThen this.\n\n    content = read(file)\n",
     )
-    assert parser.format_help().endswith("\nexamples:\n  python tools/tool.py 5%\n    and more\n")
+    assert parser.format_help().endswith("\nexamples:\n  megatron-ext tool 5%\n    and more\n")
     for without in (None, "", "Does a thing.\n\nThen this."):
         assert "examples:" not in ToolParser("A tool.", without).format_help()
 
 
 @pytest.mark.parametrize(
-    ("program", "shown"),
+    ("program", "named"),
     [
-        ("tools/tool.py", "python tools/tool.py a; torchrun tools/tool.py b; python tasks/main.py c"),
-        ("megatron-ext tool", "megatron-ext tool a; torchrun -m megatron_ext tool b; megatron-ext tool c"),
+        ("megatron-ext other", "megatron-ext other"),
+        (str(Path(__file__).parents[2] / "tools/plan.py"), "plan.py"),
+        ("/home/somebody/own.py", "megatron-ext plan"),
+        ("/usr/bin/ipykernel_launcher.py", "megatron-ext plan"),
     ],
 )
-def test_the_examples_name_the_program_as_it_was_started(
-    program: str, shown: str, monkeypatch: pytest.MonkeyPatch
+def test_messages_name_the_program_or_where_there_is_none_the_command(
+    program: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program])
-    written = "A tool.\n\n    python tools/tool.py a; torchrun tools/tool.py b; python tasks/main.py c\n"
-    assert ToolParser("A tool.", written).format_help().endswith(f"\nexamples:\n  {shown}\n")
+    assert ToolParser("A tool.", command="plan").prog == named
 
 
 def test_a_training_flag_before_the_dashes_is_told_where_it_belongs() -> None:

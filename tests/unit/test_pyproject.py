@@ -85,9 +85,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 def test_the_wheel_has_every_file_of_the_package_and_no_other_package(installed: Installed) -> None:
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_ext").rglob("*") if path.is_file()}
+    recipes = {f"megatron_ext/recipes/{path.name}" for path in (ROOT / "examples/recipes").glob("*.yaml")}
+    assert len(recipes) > 60
     with zipfile.ZipFile(installed.wheel) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert packed == {name for name in own if "__pycache__" not in name}
+    assert packed == {name for name in own if "__pycache__" not in name and "/recipes/" not in name} | recipes
 
 
 def test_preprocess_pretrain_and_convert_outside_of_the_checkout(installed: Installed) -> None:
@@ -109,6 +111,17 @@ def test_preprocess_pretrain_and_convert_outside_of_the_checkout(installed: Inst
 
     assert "LlamaForCausalLM" in output
     assert (installed.home / "hf" / "model.safetensors").is_file()
+
+
+def test_a_recipe_is_judged_outside_of_the_checkout(installed: Installed) -> None:
+    dry = installed("megatron-ext", "pretrain", "--recipe", "llama3.1-8b", "--dry-run")
+    assert "world size 8 = TP 1 x PP 1 x CP 1 x DP 8" in dry.stdout
+    assert "parameters           8,030,261,248 " in dry.stdout
+    assert "on h100              fits" in dry.stdout
+    said = "--recipe llama3.1-8b is judged with synthetic tokens on 8 x H100, which it is made for (--world-size 8)"
+    assert said in dry.stderr
+    listed = installed("megatron-ext", "recipes", "mixtral").stdout
+    assert listed.startswith("mixtral-8x7b  ")
 
 
 def test_the_doctor_knows_the_versions_without_the_checkout(installed: Installed) -> None:

@@ -1,5 +1,6 @@
 """Plugins are found in the package and outside of it, and the core does without them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -97,6 +98,34 @@ def test_a_plugin_of_another_distribution_brings_commands_optimizers_and_familie
         "print(OPTIMIZERS['plain_descent'].title, FAMILIES['elsewhere_llama'].model_type)\n"
     )
     assert run("-c", script, env=env).stdout == "Plain descent elsewhere_llama\n"
+
+
+def test_a_family_of_another_distribution_reads_its_config(tmp_path: Path) -> None:
+    """A folder of a model of the family begins a run as any other family's does."""
+    env = installed(tmp_path)
+    described = {
+        "model_type": "elsewhere_llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(described))
+    script = (
+        "from megatron_ext.plugins.families.hf_config import read_hf_config\n"
+        f"family, values = read_hf_config({str(tmp_path / 'model')!r})\n"
+        "print(family.model_type, values['num_layers'], values['hidden_size'], values['swiglu'])\n"
+    )
+    read = run("-c", script, env=env)
+    assert read.stdout == "elsewhere_llama 3 64 True\n", read.stderr
+    without = run("-c", script, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert "elsewhere_llama" in without.stderr
 
 
 def test_a_plugin_of_another_distribution_brings_flags(tmp_path: Path) -> None:

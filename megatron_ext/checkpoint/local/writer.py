@@ -220,7 +220,7 @@ def set_numbers(run: Saveable, numbers: dict[str, Any]) -> None:
     for part in parts:
         part.updater.refresh()
     optimizer_state.set_step_count(parts, run.config.optimizer, numbers["optimizer_step"])
-    optimizer_state.set_numbers(parts, numbers.get("optimizer_numbers", {}))
+    optimizer_state.set_numbers(parts, run.config.optimizer, numbers.get("optimizer_numbers", {}))
     checkpoint_state_dict.set_grad_scaler(run, numbers["grad_scaler"])
 
 

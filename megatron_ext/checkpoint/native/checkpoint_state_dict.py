@@ -229,7 +229,7 @@ def restore(run: Saveable, contents: Contents, parts: Parts, loaded: dict[str, A
         run.sharding.reload_masters(run.optimizer)
     if parts.optimizer:
         optimizer_state.set_step_count(optimizer_parts(run), run.config.optimizer, loaded["optimizer_step"])
-        optimizer_state.set_numbers(optimizer_parts(run), loaded.get("optimizer_numbers", {}))
+        optimizer_state.set_numbers(optimizer_parts(run), run.config.optimizer, loaded.get("optimizer_numbers", {}))
         set_grad_scaler(run, loaded["grad_scaler"])
     if parts.progress:
         names = {field.name for field in fields(run.state)}

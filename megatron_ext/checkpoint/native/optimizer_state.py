@@ -23,7 +23,7 @@ from megatron_ext.checkpoint.native.snapshot import Copy
 from megatron_ext.config.derived.optimizer_traits import AVERAGE
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.torch_optimizer import begin_state, in_shape, is_torchs
+from megatron_ext.optim.torch_optimizer import begin_state, in_shape, is_torchs, scalar
 from megatron_ext.parallel.rows import RowShard, row_shard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
@@ -223,7 +223,10 @@ def set_step_count(parts: Sequence[OptimizerPart], config: OptimizerConfig, coun
             if is_torchs(torch_optimizer, config):
                 for main in group["params"]:
                     state = torch_optimizer.state[main]
-                    state["step"] = torch.full_like(state["step"], float(count))
+                    is_tensor = torch.is_tensor(state["step"])
+                    state["step"] = (
+                        torch.full_like(state["step"], float(count)) if is_tensor else type(state["step"])(count)
+                    )
             elif count:
                 group["step"] = count  # apex's and Transformer Engine's count per group
 
@@ -236,11 +239,12 @@ def numbers(parts: Sequence[OptimizerPart], config: OptimizerConfig) -> dict[str
     return next(({name: float(state[name]) for name in names} for state in states if names and names[0] in state), {})
 
 
-def set_numbers(parts: Sequence[OptimizerPart], values: Mapping[str, float]) -> None:
-    """Restore the numbers that `numbers` returned, as a tensor for each parameter."""
+def set_numbers(parts: Sequence[OptimizerPart], config: OptimizerConfig, values: Mapping[str, float]) -> None:
+    """Restore the numbers that `numbers` returned, for each parameter one of its own."""
+    traits = traits_of(config)
     for torch_optimizer in _torch_optimizers(parts) if values else ():
         for state in torch_optimizer.state.values():
-            state |= {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+            state |= {name: scalar(traits, name, value) for name, value in values.items()}
 
 
 def initialize_state(part: OptimizerPart, config: OptimizerConfig) -> None:

@@ -71,8 +71,8 @@ class OptimizerTraits:
     title: str
     """The optimizer's name in messages."""
 
-    torch_class: str
-    """`module:class` of the torch optimizer."""
+    torch_class: str | type
+    """`module:class` of the torch optimizer, or the class."""
 
     arguments: Mapping[str, str | tuple[str, ...]]
     """Arguments of the class, each with the field of the optimizer's configuration, or the fields, that it is read
@@ -114,6 +114,13 @@ class OptimizerTraits:
 
     numbers: tuple[str, ...] = ()
     """Numbers that it keeps besides, next to the states: the same for every tensor, in checkpoints once."""
+
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    """The types in which the class keeps its count and its numbers, "int", "float" or a dtype of torch; default: the
+    count in float32, numbers in float64."""
+
+    reads_weight_decay: bool = True
+    """Whether the class has a setting `weight_decay`."""
 
     can_be_masked: bool = False
     """Whether `torch_class` takes `found_inf`, as torch's fused kernels do: a scalar on the device that leaves weights,

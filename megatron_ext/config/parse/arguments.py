@@ -32,6 +32,7 @@ from megatron_ext.terminal import say
 _NUMBER = re.compile(r"-\.?\d")  # a word that begins so is a value, although it begins with a hyphen
 _PROGRAM_VALUES = {
     "--config": "the path of a YAML file",
+    "--recipe": "the name of a recipe, for example llama3.1-8b",
     "--device-memory-gb": "the memory of a device in GB, for example 80",
     "--device-name": "the name of a device, for example h100",
 }
@@ -78,6 +79,7 @@ class _Reading:
 
     values: dict[str, Any] = field(default_factory=dict)
     config_path: str | None = None
+    recipe: str | None = None
     dry_run: bool = False
     allow_unknown: bool = False
     device_memory_gb: float | None = None
@@ -152,17 +154,21 @@ def read(argv: Sequence[str]) -> Typed:
         _read_flag(command_line, flag, inline, words)
     from megatron_ext.config.parse import data_lists
 
-    file = _Reading()
+    file, recipe = _Reading(), _Reading()
     if command_line.config_path is not None:
         _read_file(file, command_line.config_path)
+    if command_line.recipe is not None:
+        _read_recipe(recipe, command_line.recipe, command_line, file)
     command_line.problems += command_line.contradictions()
-    merged = file.implied | command_line.implied | file.values | command_line.values
-    spellings = _Reading(spelled=file.spelled | command_line.spelled).spellings()
+    order = (recipe, file, command_line)  # the later win
+    merged = {name: value for one in order for name, value in one.implied.items()}
+    merged |= {name: value for one in order for name, value in one.values.items()}
+    spellings = _Reading(spelled=recipe.spelled | file.spelled | command_line.spelled).spellings()
     listed, wrong_lists = data_lists.with_listed_data(merged)
     values, dropped = without_effect(_with_default_tokenizer(listed))
     if not command_line.dry_run:
         _refuse_devices(command_line)
-    _judge_unknown(command_line, [*command_line.unknown, *file.unknown])
+    _judge_unknown(command_line, [*command_line.unknown, *file.unknown, *recipe.unknown])
     return Typed(
         values=values,
         config_path=command_line.config_path,
@@ -170,10 +176,15 @@ def read(argv: Sequence[str]) -> Typed:
         device_memory_gb=command_line.device_memory_gb,
         device_name=command_line.device_name,
         warnings=tuple(
-            dict.fromkeys(file.warnings + command_line.warnings + [_renamed(warning, spellings) for warning in dropped])
+            dict.fromkeys(
+                recipe.warnings
+                + file.warnings
+                + command_line.warnings
+                + [_renamed(warning, spellings) for warning in dropped]
+            )
         ),
-        problems=tuple(command_line.problems + file.problems + wrong_lists),
-        unread=frozenset(command_line.unread | file.unread - command_line.values.keys()),
+        problems=tuple(command_line.problems + file.problems + recipe.problems + wrong_lists),
+        unread=frozenset(command_line.unread | (file.unread | recipe.unread) - command_line.values.keys()),
         spellings=spellings,
     )
 
@@ -237,6 +248,8 @@ def _read_flag(reading: _Reading, flag: str, inline: str | None, words: list[str
 def _read_program_value(reading: _Reading, flag: str, text: str) -> None:
     if flag == "--config":
         reading.config_path = text
+    elif flag == "--recipe":
+        reading.recipe = text
     elif flag == "--device-name":
         reading.device_name = text
     else:
@@ -369,6 +382,37 @@ def _read_file(reading: _Reading, path: str) -> None:
         if value is not None:  # an empty value is one that was not given
             _read_entry(reading, path, key, value)
     reading.problems += reading.contradictions(f"{path}: ")
+
+
+def _read_recipe(reading: _Reading, name: str, command_line: _Reading, file: _Reading) -> None:
+    """Read a recipe, which names no data. For --dry-run without data, synthetic tokens stand for it, and the devices
+    that the recipe is made for are those that it is judged on, unless the command line says others."""
+    import os
+
+    from megatron_ext.config.parse.recipe_files import find_recipe, heading
+
+    try:
+        path = find_recipe(name)
+    except ConfigurationError as error:
+        reading.problems += error.problems
+        reading.unread |= options_by_name().keys() - command_line.values.keys() - file.values.keys()
+        return
+    _read_file(reading, str(path))
+    given = file.values.keys() | command_line.values.keys()
+    if not command_line.dry_run:
+        return
+    assumed = []
+    if not given & {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}:
+        reading.values |= {"mock_data": True, "tokenizer_type": "NullTokenizer"}
+        assumed.append("synthetic tokens")
+    devices = next(iter(heading(path).devices), None)
+    if devices is not None and "world_size" not in given and "WORLD_SIZE" not in os.environ:
+        reading.values["world_size"] = devices.number
+        assumed.append(f"{devices}, which it is made for (--world-size {devices.number})")
+        if command_line.device_name is None and command_line.device_memory_gb is None:
+            command_line.device_name, command_line.device_memory_gb = devices.name, devices.memory_gb
+    if assumed:
+        reading.warnings.append(f"--recipe {name} is judged with {' on '.join(assumed)}")
 
 
 def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:

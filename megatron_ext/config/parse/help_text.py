@@ -13,11 +13,13 @@ from megatron_ext.config.parse.usual_flags import USUAL
 _USAGE = """\
 usage: pretrain_gpt.py [--config run.yaml] [flags]
 
-Pretrain a GPT model. Start it as one process, or as many with torchrun. Flags win over the --config file.
+Pretrain a GPT model. Start it as one process, or as many with torchrun. Flags win over the --config file, and that
+over a --recipe.
 """
 
 PROGRAM = (
     ("--config FILE", "YAML file with any of the names below (underscores for hyphens)."),
+    ("--recipe NAME", "A published model with a layout, read as a --config file; megatron-ext recipes lists them."),
     (
         "--dry-run",
         "Check everything, print the layout and its memory, and exit. The layout is judged, not this machine: GPUs, "

@@ -1,1 +1,1 @@
-"""Looks for what breaks a launch, before it starts: tools/doctor.py."""
+"""Looks for what breaks a launch, before it starts: `megatron-ext doctor`."""

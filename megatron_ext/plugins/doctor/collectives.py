@@ -1,4 +1,4 @@
-"""tools/doctor.py --collectives checks whether all ranks reach each other, which do not, and how fast.
+"""`megatron-ext doctor --collectives` checks whether all ranks reach each other, which do not, and how fast.
 
 There are these stages, each with a time limit: every rank comes; a process group; an all-reduce; a message around the
 ring of ranks; a barrier; the speed of an all-reduce and of every link of the ring. The work is done on a thread of its

@@ -12,6 +12,7 @@ PLUGIN = Plugin(
             "convert between checkpoints and Hugging Face folders",
         ),
     },
+    functions={"convert": "megatron_ext.plugins.huggingface.commands.convert_checkpoint:convert"},
     brings={
         "switches": (("load_hf", None),),
         "facts": "megatron_ext.plugins.huggingface.begin:FACTS",

@@ -2,7 +2,7 @@
 
 The data of an Axolotl file: which preprocess_data.py commands make it, and which flags train on it.
 
-    datasets:                         tools/preprocess_data.py --input 'hf://datasets/tatsu-lab/alpaca/**/train-*'
+    datasets:                         megatron-ext preprocess --input 'hf://datasets/tatsu-lab/alpaca/**/train-*'
       - path: tatsu-lab/alpaca   ->       --data-format alpaca --on-error skip --seq-length 4096 ...
         type: alpaca                  --data-path data/train_alpaca_document --assistant-only-loss
 """

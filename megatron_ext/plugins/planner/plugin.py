@@ -6,6 +6,7 @@ PLUGIN = Plugin(
     "planner",
     page="docs/planner.md",
     needs=("families", "pages"),
+    functions={"plan": "megatron_ext.plugins.planner.commands.plan:plan"},
     commands={
         "plan": ("megatron_ext.plugins.planner.commands.plan", "say which layout to use for a model on some devices"),
         "draw-pipeline": (

@@ -42,7 +42,7 @@ _MOST_WORKERS = 8  # for each core; one would do, but a machine's cores may be c
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """States what to encode and how; the fields are the flags of tools/preprocess_data.py."""
+    """States what to encode and how; the fields are the flags of `megatron-ext preprocess`."""
 
     inputs: tuple[str, ...]
     output_prefix: str

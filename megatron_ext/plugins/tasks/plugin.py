@@ -14,6 +14,10 @@ PLUGIN = Plugin(
         "generate": ("megatron_ext.plugins.tasks.commands.generate", "let a checkpoint go on from prompts"),
         "sample": ("megatron_ext.plugins.tasks.commands.generate_sample", "generate text from an exported model"),
     },
+    functions={
+        "evaluate": "megatron_ext.plugins.tasks.commands.tasks:evaluate",
+        "generate": "megatron_ext.plugins.tasks.commands.generate:generate",
+    },
     brings={
         "switches": (
             ("eval_tasks", None),

@@ -7,8 +7,9 @@ layout. They are checked by the rules of the training, so that what cannot be di
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,19 @@ def load_trained(argv: Sequence[str] | Configured, *, depths: bool = False) -> "
         chunk.eval().requires_grad_(False)
     p2p = P2PCommunicator(pp_group=collection.pp, config=core)
     return Model(config, here, collection, p2p, chunks, tokenizer_of(config), iteration=iteration)
+
+
+@contextmanager
+def trained_model(configured: Configured, *, depths: bool = False) -> "Iterator[Model]":
+    """Return a context with the model that `load_trained` loads. On exit, end the groups of the ranks, so that the
+    process can load another model or train."""
+    try:
+        yield load_trained(configured, depths=depths)
+    finally:
+        if "megatron.core" in sys.modules:  # else loading has failed before there were any
+            from megatron_ext.parallel import groups
+
+            groups.destroy()
 
 
 def tokenizer_of(config: Config) -> Tokenizer | None:

@@ -62,7 +62,8 @@ class OwnParts(Callback):
             raise ConfigurationError(
                 [
                     f"{seen.title}, {seen.place}, declares reads = 'token', but its output at a position depends on "
-                    "its input at others (first batch); declare reads = 'sequence', or change the class"
+                    "its input at others (first batch); declare reads = 'sequence', or change the class "
+                    "(docs/own_mixer.md)"
                     for seen in untrue.values()
                 ]
             )

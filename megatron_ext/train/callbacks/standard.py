@@ -4,6 +4,7 @@ for what `pretrain` returns.
 
 import dataclasses
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
 from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.log_line import Console
-from megatron_ext.telemetry.metrics import Evaluated, ValidationMetrics
+from megatron_ext.telemetry.metrics import Evaluated, Metrics, ValidationMetrics, as_row
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler, open_range
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
@@ -34,12 +35,16 @@ from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
 
 
-def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> list[Callback]:
+def standard_callbacks(
+    run: Run, signals: SignalWatcher, status: RunStatus, sinks: Sequence[Sink] = ()
+) -> list[Callback]:
     """Return the callbacks: reports first, so that a step is on record before anything that follows it can fail;
     stopping last.
 
     Call it when the state is loaded: the files of an earlier run are cut back to the loaded iteration.
 
+    Args:
+        sinks: further places that the logged metrics go to, on the last rank.
     Raises:
         StorageError: a file cannot be opened.
         ConfigurationError: --wandb-project is given without the wandb package.
@@ -59,7 +64,7 @@ def standard_callbacks(run: Run, signals: SignalWatcher, status: RunStatus) -> l
         Reporting(
             _step_sinks(run),
             logging.tensorboard_log_interval,
-            _log_sinks(run),
+            [*_log_sinks(run), *(sinks if run.is_last_rank else ())],
             logging.log_interval,
             clock if logging.log_communication_share else None,
             stragglers,
@@ -156,11 +161,17 @@ def _arguments(config: Config) -> dict[str, Any]:
 
 
 class History(Callback):
-    """Remembers the loss of every step, in 8 bytes, and of every evaluation on the validation data."""
+    """Remembers the loss of every step, in 8 bytes, and of every evaluation on the validation data; as a sink of the
+    logged metrics it remembers their rows, too."""
 
     def __init__(self) -> None:
         self.losses = array("d")
         self.validation_losses: dict[int, float] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, metrics: Metrics) -> None:
+        """Keep the row that the metrics file has of a step or an evaluation."""
+        self.rows.append(as_row(metrics))
 
     def ends_before_next(self, trainer: Trainer) -> bool:
         return False

@@ -60,7 +60,7 @@ def test_the_pictures_of_the_page_are_those_of_the_tool() -> None:
     page = (TOOL.parents[1] / "docs" / "inside" / "pipelines.md").read_text()
     for words, chunks, width in (("", 1, 94), ("--chunks 2 ", 2, 98)):
         drawn = "\n".join(as_text(equal_stages(4, chunks, 8), width)[: 4 * chunks + 4])
-        assert f"python tools/draw_pipeline.py --stages 4 {words}--microbatches 8\n```\n\n```text\n{drawn}\n" in page
+        assert f"megatron-ext draw-pipeline --stages 4 {words}--microbatches 8\n```\n\n```text\n{drawn}\n" in page
 
 
 def test_the_text_is_as_wide_as_it_may_be_and_no_wider() -> None:

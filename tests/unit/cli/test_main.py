@@ -22,7 +22,7 @@ OF_THE_CHECKOUT = {
     "python_corpus",
     "recipes",
 }
-OF_THE_COMMAND = {"new", "torchrun", "pretrain", "api"}
+OF_THE_COMMAND = {"new", "torchrun", "pretrain", "api", "recipes"}
 # What one does with a trained model lies in tasks/: script by command.
 IN_TASKS = {"tasks": "main", "generate": "generate"}
 TOOLS = [name for name in COMMANDS if name not in OF_THE_COMMAND]
@@ -66,6 +66,30 @@ def test_a_wrong_command_is_answered_with_the_right_one() -> None:
         command("plon")
     ended = subprocess.run([sys.executable, "-m", "megatron_ext", "plon"], cwd=ROOT, capture_output=True, check=False)
     assert ended.returncode == 64
+
+
+NAMED = re.compile(r"(?:`|^ *|\| )megatron-ext ([a-z]+(?:-[a-z]+)*)\b", re.MULTILINE)
+LAUNCHED = re.compile(r"-m megatron_ext ([a-z]+(?:-[a-z]+)*)\b")
+
+
+def test_every_command_that_a_page_or_a_message_names_is_there() -> None:
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))}
+    texts |= {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "megatron_ext").rglob("*.py")}
+    texts |= {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "examples").rglob("*.sh")}
+    named = {name: set(NAMED.findall(text)) | set(LAUNCHED.findall(text)) for name, text in texts.items()}
+    unknown = {name: words - COMMANDS.keys() for name, words in named.items() if words - COMMANDS.keys()}
+    assert unknown == {}
+    found = set().union(*named.values())
+    assert COMMANDS.keys() - found <= {"replay-step"}, "a command that nobody tells of"
+
+
+def test_no_page_or_message_sends_a_user_to_a_script_that_is_a_command() -> None:
+    pages = {path: path.read_text() for path in (*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md"))}
+    scripts = "|".join(path.stem for path in (ROOT / "tools").glob("*.py") if path.stem not in OF_THE_CHECKOUT)
+    for path, text in pages.items():
+        if path.name not in ("tour.md", "decisions.md"):
+            found = re.search(rf"python (?:tools/(?:{scripts})|tasks/(?:main|generate))\.py", text)
+            assert found is None, (path, found)
 
 
 def _messages(path: Path) -> list[str]:

@@ -68,22 +68,22 @@ def test_own_parameters_have_the_marks_of_the_catalogue(
             [("decoder.layers.1.mix", (3, 5)), ("decoder.layers.1.other.weight", (4, 2))],
             [
                 "the own layer has a parameter decoder.layers.1.other.weight of shape [4, 2], which nobody would "
-                "initialize, divide or save; let layer_parameters= name it: Parameter('other.weight', shape, "
-                "layer.number, 'zeros')"
+                "initialize, divide or save; let layer_parameters=, or the mixer's Part, name it: "
+                "Parameter('other.weight', shape, layer.number, 'zeros') (docs/own_mixer.md)"
             ],
         ),
         (
             [("decoder.layers.1.mlp.linear_fc2.bias", (64,))],
             [
-                "layer_parameters= names decoder.layers.1.mix, which the own layer does not have; give the layer that "
-                "parameter"
+                "layer_parameters=, or the mixer's Part, names decoder.layers.1.mix, which the own layer does not "
+                "have; give the layer that parameter (docs/own_mixer.md)"
             ],
         ),
         (
             [("decoder.layers.1.mix", (6, 5)), ("decoder.layers.3.mix", (3, 4))],
             [
-                f"decoder.layers.{number}.mix has shape {shape} on this rank, and layer_parameters= says [3, 5]; let "
-                "both say the same"
+                f"decoder.layers.{number}.mix has shape {shape} on this rank, and layer_parameters=, or the mixer's "
+                "Part, says [3, 5]; let both say the same (docs/own_mixer.md)"
                 for number, shape in ((1, [6, 5]), (3, [3, 4]))
             ],
         ),

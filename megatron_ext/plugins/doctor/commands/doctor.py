@@ -1,7 +1,7 @@
 """Looks for what breaks a launch, before it starts, in a few seconds.
 
-    python tools/doctor.py --nproc-per-node 8 -- <the flags of your launch>
-    torchrun --nproc-per-node 8 tools/doctor.py --collectives
+    megatron-ext doctor --nproc-per-node 8 -- <the flags of your launch>
+    torchrun --nproc-per-node 8 -m megatron_ext doctor --collectives
 
 The first looks at this machine, alone: Python and packages, GPUs, where ranks meet, environment variables, limits, room
 for checkpoints and, where they are given, the flags. The second makes all ranks talk, says which of them do not

@@ -1,8 +1,8 @@
 """Convert between our checkpoints and those of others, on one CPU process, a block of a file at a time.
 
-    python tools/convert_checkpoint.py to-hf --load checkpoints --save model-hf --dtype bf16
-    python tools/convert_checkpoint.py from-hf --load Llama-3.2-1B --save checkpoints
-    python tools/convert_checkpoint.py from-deepspeed --load global_step95000 --save checkpoints
+    megatron-ext convert to-hf --load checkpoints --save model-hf --dtype bf16
+    megatron-ext convert from-hf --load Llama-3.2-1B --save checkpoints
+    megatron-ext convert from-deepspeed --load global_step95000 --save checkpoints
 
 to-hf takes the latest checkpoint of a --save folder (or the one that --load names itself), chooses the family that the
 model is shape-equal to, and at the end compares logits with transformers. from-hf writes a checkpoint of iteration 0
@@ -12,9 +12,10 @@ Megatron-DeepSpeed and GPT-NeoX save, and of ZeRO's shards keeps Adam's state (d
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.commandline import ToolParser
+from megatron_ext.config.parse.settings import Settings, words_of
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plugins.huggingface.importers import importers
 from megatron_ext.registry import load
@@ -30,7 +31,31 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
-    parser = ToolParser("Convert between our checkpoints and those of others.", __doc__)
+    _converted(argv)
+    return 0
+
+
+def convert(direction: str, settings: Settings = None, /, **flags: Any) -> Path:
+    """Convert between checkpoints and folders of others, in this process, and return the folder that was written.
+
+        convert("to-hf", load="run", save="model-hf", dtype="bf16")
+        convert("from-hf", load="Llama-3.2-1B", save="begin")
+
+    Settings are the flags of `megatron-ext convert` without their hyphens. It prints what it has written and compared.
+
+    Args:
+        direction: "to-hf", "from-hf", or another direction that `megatron-ext convert --help` lists.
+        settings: a dict of settings by the flags' names, or flags as on a command line.
+        flags: settings as keywords, which win over `settings`.
+    Raises:
+        ConfigurationError: the settings cannot work, or no family of Hugging Face computes as the model does.
+        DataError: what was written computes otherwise than the checkpoint.
+    """
+    return _converted([direction.replace("_", "-"), *words_of(settings, flags, _parser().knows)])
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser("Convert between our checkpoints and those of others.", __doc__, command="convert")
     parser.add_argument("direction", choices=("to-hf", *importers()), help="what to write")
     parser.add_argument("--load", required=True, metavar="DIR", help="our checkpoints, or another's folder")
     parser.add_argument("--save", required=True, metavar="DIR", help="folder to write")
@@ -51,14 +76,19 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="do not compare the ids of to-hf's tokenizer with training's",
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _converted(argv: list[str]) -> Path:
+    """Convert as a command line says, and return the folder that was written."""
+    options = _parser().parse_args(argv)
     if options.check_samples < 1:
         raise ConfigurationError(f"--check-samples {options.check_samples} must be positive; leave it out for 64")
     started = time.perf_counter()
     if options.direction != "to-hf":
         path = load(importers()[options.direction].read)(options.load, options.save)
         say(f"wrote {path} in {time.perf_counter() - started:.1f} s; begin with --load {options.save}")
-        return 0
+        return Path(options.save)
     size = _bytes(options.max_shard_size)
     from megatron_ext.plugins.huggingface.saved_model import SavedModel
 
@@ -88,7 +118,7 @@ def main(argv: list[str]) -> int:
         _verify(source, exported.path, dtype)
     if options.check_loss is not None:
         _check_loss(source, exported.path, dtype, options.check_loss, options.check_samples)
-    return 0
+    return exported.path
 
 
 def to_huggingface(

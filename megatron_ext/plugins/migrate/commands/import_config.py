@@ -1,9 +1,9 @@
 """Prints the flags of ours that another program's configuration file means.
 
-    python tools/import_config.py --from deepspeed ds_config.json --world-size 8
-    python tools/import_config.py --from axolotl config.yaml
+    megatron-ext import-config --from deepspeed ds_config.json --world-size 8
+    megatron-ext import-config --from axolotl config.yaml
 
-    python tools/import_config.py --from axolotl config.yaml --data-path data/train_alpaca_document
+    megatron-ext import-config --from axolotl config.yaml --data-path data/train_alpaca_document
 
 Prints the commands that make the data, the flags, the layout (world size, effective batch), and what became of every
 key: its flag, no flag needed, or no counterpart and why. Exit codes: 0 done; 64 the file or its sizes cannot work, or a

@@ -1,6 +1,7 @@
 """Prints the reference of the library, made from its docstrings: one page for each room.
 
     megatron-ext api                    # the rooms and their modules, a line each
+    megatron-ext api python             # the functions of `from megatron_ext import ...`
     megatron-ext api train              # the page of one room, as Markdown
     megatron-ext api --output docs/api  # every page as a file
 
@@ -9,17 +10,22 @@ A page has every public class, function and method with its signature, its docst
 
 import ast
 import functools
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import megatron_ext
 from megatron_ext.commandline import ToolParser, write_output
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.registry import functions
 from megatron_ext.terminal import say
 
 _PACKAGE = Path(megatron_ext.__file__).parent
 _BASE = "base"
 """The page of the modules that are in no room."""
+
+_PYTHON = "python"
+"""The page of the functions that the package itself gives."""
 
 _Public = ast.ClassDef | ast.FunctionDef
 
@@ -35,9 +41,9 @@ def main(argv: list[str]) -> int:
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         write_output("--output", options.output / "README.md", index())
-        for room in rooms():
+        for room in (_PYTHON, *rooms()):
             write_output("--output", options.output / f"{room}.md", page(room))
-        say(f"wrote {len(rooms()) + 1} files to {options.output}")
+        say(f"wrote {len(rooms()) + 2} files to {options.output}")
     else:
         say(index() if options.room is None else page(options.room), end="")
     return 0
@@ -55,7 +61,9 @@ def rooms() -> dict[str, list[Path]]:
 
 def index() -> str:
     """Return the list of rooms and modules, with the first sentence of each."""
-    lines = ["# Reference", ""]
+    lines = ["# Reference", "", f"## [{_PYTHON}]({_PYTHON}.md)", ""]
+    lines += [f"- `megatron_ext.{name}`: {_first_sentence(node)}" for name, (node, _) in functions_of_package().items()]
+    lines.append("")
     for room, paths in rooms().items():
         lines += [f"## [{room}]({room}.md)", ""]
         lines += [f"- `{_module(path)}`: {_first_sentence(_parsed(path))}" for path in paths]
@@ -69,8 +77,13 @@ def page(room: str) -> str:
     Raises:
         ConfigurationError: there is no such room.
     """
+    if room == _PYTHON:
+        entries = (line for node, where in functions_of_package().values() for line in _entry(node, where))
+        return "\n".join(
+            ["# python", "", "`from megatron_ext import pretrain` and so on; docs/python.md shows them.", "", *entries]
+        )
     if room not in rooms():
-        raise ConfigurationError(f"{room} is no room; there are {', '.join(rooms())}")
+        raise ConfigurationError(f"{room} is no room; there are {_PYTHON}, {', '.join(rooms())}")
     lines = [f"# {room}", ""]
     for path in rooms()[room]:
         tree = _parsed(path)
@@ -78,6 +91,21 @@ def page(room: str) -> str:
         for node in _public(tree):
             lines += _entry(node, f"{path.relative_to(_PACKAGE.parent)}:{node.lineno}")
     return "\n".join(lines)
+
+
+def functions_of_package() -> dict[str, tuple[ast.FunctionDef, str]]:
+    """Return the functions that `from megatron_ext import NAME` gives: name -> its definition, and where it is."""
+    found = {}
+    for name, place in functions().items():
+        module, _, function = place.partition(":")
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        path = Path(spec.origin)
+        [node] = [one for one in _parsed(path).body if isinstance(one, ast.FunctionDef) and one.name == function]
+        where = path.relative_to(_PACKAGE.parent) if path.is_relative_to(_PACKAGE) else path.name
+        found[name] = node, f"{where}:{node.lineno}"
+    return found
 
 
 def _entry(node: _Public, where: str) -> Iterator[str]:
@@ -127,7 +155,7 @@ def _docstring(node: ast.Module | _Public) -> list[str]:
     return [text, ""] if text else []
 
 
-def _first_sentence(tree: ast.Module) -> str:
+def _first_sentence(tree: ast.Module | ast.FunctionDef) -> str:
     text = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
     return text.removesuffix(":")
 

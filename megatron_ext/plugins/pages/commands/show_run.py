@@ -1,7 +1,7 @@
 """Shows runs: the loss curve of each in the terminal, and all on one web page.
 
-    python tools/show_run.py checkpoints/quickstart --html run.html
-    python tools/show_run.py checkpoints/tp2 checkpoints/pp2 --html both.html
+    megatron-ext show checkpoints/quickstart --html run.html
+    megatron-ext show checkpoints/tp2 checkpoints/pp2 --html both.html
 
 reads metrics.jsonl in each folder (or the file that --metrics-file named). --files FILE ... are linked to at the end of
 one run's page.

@@ -1,8 +1,8 @@
 """Draws one simulated step of a pipeline: which stage works on which microbatch when, what waits, each stage's memory.
 
-    python tools/draw_pipeline.py --stages 4 --chunks 2 --microbatches 8             # the order alone
-    python tools/draw_pipeline.py --stages 4 --chunks 2 --schedule zbv               # that of --pipeline-schedule zbv
-    python tools/draw_pipeline.py --world-size 64 --device h100 -- <training flags>  # with estimated times and memory
+    megatron-ext draw-pipeline --stages 4 --chunks 2 --microbatches 8             # the order alone
+    megatron-ext draw-pipeline --stages 4 --chunks 2 --schedule zbv               # that of --pipeline-schedule zbv
+    megatron-ext draw-pipeline --world-size 64 --device h100 -- <training flags>  # with estimated times and memory
 
 --html FILE writes the picture as a page, --svg FILE as a picture. What a step really did is in torch's own trace:
 --profile --use-pytorch-profiler.

@@ -1,8 +1,8 @@
 """Says which layout to use for this model on these devices, and why; or how fast one layout is, and whether it fits.
 
-    python tools/plan.py --world-size 64 --device h100 --gpus-per-node 8 -- \\
+    megatron-ext plan --world-size 64 --device h100 --gpus-per-node 8 -- \\
         --num-layers 32 --hidden-size 4096 ... --bf16 --seq-length 4096 --global-batch-size 512
-    python tools/plan.py --evaluate --world-size 64 --device h100 --json - -- <all flags of a run>
+    megatron-ext plan --evaluate --world-size 64 --device h100 --json - -- <all flags of a run>
 
 Tries every layout that pretrain_gpt.py accepts: TP inside a node with SP, CP, PP with its chunks and uneven stages, EP,
 DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP2 and HSDP, micro batches, recomputation, and host memory where nothing else fits. A
@@ -14,7 +14,7 @@ estimates, whose error docs/planner.md shows; --calibrate corrects them by a run
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_ext.commandline import ToolParser, split_at_dashes, write_output
 from megatron_ext.config.parse.arguments import Typed, parse
 from megatron_ext.config.parse.command_line import read
 from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.parse.settings import words_of
 from megatron_ext.config.parse.stages import largest, read_stages
 from megatron_ext.cost.dry_run import USABLE
 from megatron_ext.cost.hardware import TABLE, Machine, constants_of, hardware
@@ -57,10 +58,42 @@ def main(argv: list[str]) -> int:
         return _answer(argv)
 
 
-def _answer(argv: list[str]) -> int:
+def plan(settings: Mapping[str, Any] | None = None, /, **flags: Any) -> dict[str, Any]:
+    """Find the layouts of a model that fit on some devices, and return them with the estimated time and memory of each,
+    fastest first.
+
+        plan(world_size=64, device="h100", bf16=True, num_layers=32, ..., global_batch_size=512)["best"][0]
+
+    Settings are the flags of `megatron-ext plan` without their hyphens: its own, and those of the training, as
+    `megatron_ext.pretrain` takes them. `evaluate=True` judges the layout that is given. `device` is a row of the table
+    of data sheets, such as "h100". Nothing is printed.
+
+    Args:
+        settings: a dict of settings by the flags' names.
+        flags: settings as keywords, which win over `settings`.
+    Returns:
+        The object that `megatron-ext plan --json` writes, which docs/planner.md describes.
+    Raises:
+        ConfigurationError: the settings cannot work, or no layout of them is legal; the text names every problem.
+    """
+    parser = _parser()
+    named = {flag_of(name.lstrip("-")): value for name, value in {**(settings or {}), **flags}.items()}
+    own = {flag: value for flag, value in named.items() if parser.knows(flag)}
+    training = {flag: value for flag, value in named.items() if flag not in own}
+    if not training and own.get("--hf-config") is None:
+        raise ConfigurationError("no model: give settings of the training, such as num_layers=32, or hf_config=FOLDER")
+    found: dict[str, Any] = {}
+    with nothing_collected():
+        _answer([*words_of(own, {}, parser.knows), "--", *words_of(training, {})], found)
+    return found
+
+
+def _answer(argv: list[str], found: dict[str, Any] | None = None) -> int:
+    """Answer a command line: in text, or, where `found` is given, in that alone."""
     own, training = split_at_dashes(argv)
     parser = _parser()
     options = parser.parse_args(own)
+    options.found = found
     if not training and options.hf_config is None:
         parser.error("no training flags: give them after --")
     if options.grad_reduce_in_bf16 and _BF16_GRADIENTS not in training:
@@ -217,17 +250,20 @@ def _write_page(options: argparse.Namespace, asked: Question, shown: Sequence[Ca
 
 
 def _write_json(options: argparse.Namespace, content: dict[str, Any]) -> None:
+    if options.found is not None:
+        options.found.update(content)
     if options.json is None:
         return
     text = json.dumps(content, indent=1) + "\n"
-    if _is_stdout(options):
+    if options.json == "-":
         say(text, end="")
     else:
         write_output("--json", options.json, text)
 
 
 def _is_stdout(options: argparse.Namespace) -> bool:
-    return options.json == "-"
+    """Return whether the answer is no text for people."""
+    return options.json == "-" or options.found is not None
 
 
 _BF16_GRADIENTS = "--grad-reduce-in-bf16"
@@ -235,7 +271,9 @@ _GRANULARITY = "--recompute-granularity"
 
 
 def _parser() -> ToolParser:
-    parser = ToolParser("Find the layouts of a model that fit on some devices, and estimate which is fastest.", __doc__)
+    parser = ToolParser(
+        "Find the layouts of a model that fit on some devices, and estimate which is fastest.", __doc__, command="plan"
+    )
     parser.usage = "%(prog)s [options] -- <training flags>"
     parser.add_argument("--world-size", type=int, metavar="N", help="devices")
     parser.add_argument("--evaluate", action="store_true", help="time and memory of the layout given, as it is")

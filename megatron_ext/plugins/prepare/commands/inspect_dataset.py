@@ -1,10 +1,10 @@
 """Look into a .bin/.idx pair, or prove that it is whole; or show what a training step read.
 
-    python tools/inspect_dataset.py show data/corpus_text_document
-    python tools/inspect_dataset.py document data/corpus_text_document 17 \
+    megatron-ext inspect-dataset show data/corpus_text_document
+    megatron-ext inspect-dataset document data/corpus_text_document 17 \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
-    python tools/inspect_dataset.py verify data/corpus_text_document --vocab-size 32000
-    python tools/inspect_dataset.py sample --step 1000 --config checkpoints/iter_0001000/config.yaml
+    megatron-ext inspect-dataset verify data/corpus_text_document --vocab-size 32000
+    megatron-ext inspect-dataset sample --step 1000 --config checkpoints/iter_0001000/config.yaml
 
 `show` reads the index (--html FILE: as a page, too), `verify` checks it against the data and, with --vocab-size, reads
 every token. `sample` takes the flags of the training, and shows the text of the samples that a step uses, or of one

@@ -1,6 +1,6 @@
 """Merges all .bin/.idx pairs of a folder into one pair.
 
-    python tools/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
+    megatron-ext merge-datasets --input data/parts --output-prefix data/corpus_text_document
 
 The documents come in the order of the files' names. Exit codes: 0 done, 64 the flags cannot work, 65 a pair is damaged,
 or the manifests next to two pairs name different tokenizers.

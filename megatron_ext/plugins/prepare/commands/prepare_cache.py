@@ -1,6 +1,6 @@
 """Build the index cache of a run before it starts, with no GPU and no process group, from the flags of the training.
 
-    python tools/prepare_cache.py --data-path data/corpus_text_document --data-cache-path cache --world-size 64 ...
+    megatron-ext prepare-cache --data-path data/corpus_text_document --data-cache-path cache --world-size 64 ...
 
 Give all the flags of the training, or --config with a file of them, and --world-size with its number of ranks: the
 order of the samples follows from their number. A run with the same flags then finds its index where --data-cache-path

@@ -1,6 +1,6 @@
 """Turns text into the .bin/.idx files that training reads.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8 \
+    megatron-ext preprocess --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8 \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
 
 writes data/corpus_text_document.bin and .idx, which training takes as --data-path data/corpus_text_document, and

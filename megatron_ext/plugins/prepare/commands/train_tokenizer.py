@@ -1,6 +1,6 @@
 """Trains a tokenizer on text files.
 
-    python tools/train_tokenizer.py --input data/python_train.jsonl --output-dir data/tokenizer --vocab-size 8192
+    megatron-ext train-tokenizer --input data/python_train.jsonl --output-dir data/tokenizer --vocab-size 8192
 
 writes a folder for --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/tokenizer (with --type sentencepiece-*:
 tokenizer.model in it, for SentencePieceTokenizer). The same input always gives the same tokenizer.

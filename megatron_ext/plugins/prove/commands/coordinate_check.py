@@ -1,7 +1,7 @@
 """Checks that activations keep their size as a model gets wider: what --use-mup is for.
 
-    python tools/coordinate_check.py -- --num-layers 2 --seq-length 64 ... --lr 0.01 --use-mup --mup-base-hidden-size 64
-    python tools/coordinate_check.py --widths 64 128 256 512 --head-size 16 --steps 6 --html page.html -- <flags>
+    megatron-ext coordinate-check -- --num-layers 2 --seq-length 64 ... --lr 0.01 --use-mup --mup-base-hidden-size 64
+    megatron-ext coordinate-check --widths 64 128 256 512 --head-size 16 --steps 6 --html page.html -- <flags>
 
 It trains a few steps at each width (--hidden-size and --num-attention-heads are its own) in one process, and prints for
 each module by which power of the width the mean absolute value of its output grows: about 0 or below where a learning

@@ -1,8 +1,8 @@
 """For whoever doubts: trains a few steps in one process and in a layout, and says whether, and where, they differ.
 
-    python tools/parity.py -- --num-layers 4 ... --tensor-model-parallel-size 2 --sequence-parallel
-    python tools/parity.py --steps 10 --world-size 8 -- <the flags of your launch>
-    python tools/parity.py --script mine.py -- <its flags>
+    megatron-ext parity -- --num-layers 4 ... --tensor-model-parallel-size 2 --sequence-parallel
+    megatron-ext parity --steps 10 --world-size 8 -- <the flags of your launch>
+    megatron-ext parity --script mine.py -- <its flags>
 
 It compares the initial weights (bit for bit), the output of every module and the gradient of every parameter in the
 first step, and losses and gradient norms of all steps. Where the runs differ, the first tensor that differs is named:

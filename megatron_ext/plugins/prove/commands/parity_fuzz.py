@@ -1,8 +1,8 @@
 """Trains random models in random layouts, and says where one differs from one process (docs/parity_fuzz.md).
 
-    python tools/parity_fuzz.py --seed 7 --draws 60
-    python tools/parity_fuzz.py --seed 7 --begin 41 --draws 1 --ranks 2 4 8
-    python tools/parity_fuzz.py --first '2 --tensor-model-parallel-size 2' -- --num-layers 4 ... --optimizer adam
+    megatron-ext parity-fuzz --seed 7 --draws 60
+    megatron-ext parity-fuzz --seed 7 --begin 41 --draws 1 --ranks 2 4 8
+    megatron-ext parity-fuzz --first '2 --tensor-model-parallel-size 2' -- --num-layers 4 ... --optimizer adam
 
 A draw is a model of all kinds of parts, its data, optimizer and precision, and two layouts: the run begins in one, is
 resumed in the other, and is exported at its end; one in ten is killed instead, and started again. What cannot work is

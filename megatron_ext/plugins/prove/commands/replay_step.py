@@ -1,7 +1,7 @@
 """Replay a step of a run in one process, from its checkpoint and its samples.
 
-    python tools/replay_step.py checkpoints/run 1234                # by the newest checkpoint before the step
-    python tools/replay_step.py checkpoints/run 1234 --device cuda
+    megatron-ext replay-step checkpoints/run 1234                # by the newest checkpoint before the step
+    megatron-ext replay-step checkpoints/run 1234 --device cuda
 
 It loads the newest checkpoint before the step (without one it begins from the seed, as the run did), takes the steps
 from there, and prints loss and gradient norm next to those in metrics.jsonl. A layout gives the same numbers as one

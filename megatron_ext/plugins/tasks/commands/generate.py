@@ -1,10 +1,10 @@
 """Let a trained model go on from prompts, on the ranks of any layout: `megatron-ext generate --load ckpt`.
 
-    python tasks/generate.py --load ckpt --prompts "def main(" --num-tokens-to-generate 64
-    python tasks/generate.py --load ckpt --prompt-file prompts.jsonl --temperature 0.8 --top-p 0.95 --output made.jsonl
-    torchrun --nproc-per-node 4 tasks/generate.py --load ckpt --tensor-model-parallel-size 2 \\
+    megatron-ext generate --load ckpt --prompts "def main(" --num-tokens-to-generate 64
+    megatron-ext generate --load ckpt --prompt-file prompts.jsonl --temperature 0.8 --top-p 0.95 --output made.jsonl
+    torchrun --nproc-per-node 4 -m megatron_ext generate --load ckpt --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --prompts "Once upon a time"
-    python tasks/generate.py --load-hf Llama-3.2-1B
+    megatron-ext generate --load-hf Llama-3.2-1B
 
 Prompts come from --prompts, from --prompt-file, or from the standard input, one a line. What the model is, the
 checkpoint says; --tensor-model-parallel-size, --device, --bf16 and the other flags of pretrain_gpt.py choose layout and
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.config.parse.options import options_by_flag
+from megatron_ext.config.parse.settings import Settings, words_of
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
@@ -29,31 +30,66 @@ if TYPE_CHECKING:
     from megatron_ext.plugins.tasks.generation import Generated
     from megatron_ext.plugins.tasks.leader import Leader
     from megatron_ext.plugins.tasks.sampling import Sampling
+    from megatron_ext.train.configure import Configured
 
 type Encoder = Callable[[str], list[int]]
 
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
-    options, flags = _parser().parse_with_flags(argv, options_by_flag())
-    model, sampling = _load(options, flags)
-    from megatron_ext.parallel import groups
-    from megatron_ext.plugins.tasks.leader import Leader, follow
-
-    if model.rank != 0:
-        follow(model)
-    else:
-        leader = Leader(model)
-        try:
-            _serve(leader, options, sampling)
-        finally:
-            leader.close()
-    groups.destroy()
+    _led(argv, _serve)
     return 0
 
 
+def generate(prompts: str | Sequence[str], settings: Settings = None, /, **flags: Any) -> "list[Generated]":
+    """Let a trained model go on from prompts, in this process, and return an answer for each prompt.
+
+        [answer] = generate("Once upon a time", load="run", num_tokens_to_generate=64, temperature=0.8)
+        answer.text, answer.tokens, answer.reason
+
+    Settings are the flags of `megatron-ext generate` without their hyphens, `load` or `load_hf` among them. Under
+    torchrun every rank calls it, and the first rank gets the answers; the others get an empty list.
+
+    Args:
+        prompts: a text, or several. Of a model without a tokenizer of text, token ids: "5 17 42".
+        settings: a dict of settings by the flags' names, or flags as on a command line.
+        flags: settings as keywords, which win over `settings`.
+    Raises:
+        ConfigurationError: the settings cannot work, or a prompt cannot be encoded.
+    """
+    asked = [prompts] if isinstance(prompts, str) else list(prompts)
+
+    def answer(leader: "Leader", options: Any, sampling: "Sampling") -> "list[Generated]":
+        return _generated(leader, asked, options, sampling)
+
+    return _led(words_of(settings, flags, _parser().knows), answer) or []
+
+
+def _led[Result](argv: list[str], ask: "Callable[[Leader, Any, Sampling], Result]") -> "Result | None":
+    """Return what `ask` returns on the first rank, with the model that a command line names; None on the others."""
+    options, flags = _parser().parse_with_flags(argv, options_by_flag())
+    configured, sampling = _configured(options, flags)
+    from megatron_ext.plugins.tasks.trained_model import trained_model
+
+    with trained_model(configured, depths=options.speculative) as model:
+        from megatron_ext.plugins.tasks.leader import Leader, follow
+
+        if model.rank != 0:
+            follow(model)
+            return None
+        leader = Leader(model)
+        try:
+            return ask(leader, options, sampling)
+        finally:
+            leader.close()
+
+
 def _parser() -> ToolParser:
-    parser = ToolParser("Let a trained model go on from prompts; further flags are those of pretrain_gpt.py.", __doc__)
+    parser = ToolParser(
+        "Let a trained model go on from prompts; further flags are those of pretrain_gpt.py.",
+        __doc__,
+        command="generate",
+    )
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="texts to go on from")
     parser.add_argument("--prompt-file", metavar="FILE", help='a prompt a line, or .jsonl with "prompt"')
     parser.add_argument(
@@ -83,8 +119,8 @@ def _parser() -> ToolParser:
     return parser
 
 
-def _load(options: Any, flags: list[str]) -> tuple[Any, "Sampling"]:
-    """Return the model and the sampling, all flags checked before anything is loaded."""
+def _configured(options: Any, flags: list[str]) -> tuple["Configured", "Sampling"]:
+    """Return the configuration of the model and the sampling, all flags checked before anything is loaded."""
     from megatron_ext.plugins.tasks.trained_model import configure_trained
 
     _check(options)
@@ -103,11 +139,9 @@ def _load(options: Any, flags: list[str]) -> tuple[Any, "Sampling"]:
         ignore_eod=options.ignore_eod,
     )
     sampling.check()
-    from megatron_ext.plugins.tasks.trained_model import load_trained
-
     if options.speculative:
         check_drafts(configured.config, sampling)
-    return load_trained(configured, depths=options.speculative), sampling
+    return configured, sampling
 
 
 def _check(options: Any) -> None:
@@ -133,15 +167,20 @@ def _serve(leader: "Leader", options: Any, sampling: "Sampling") -> None:
 def _answered(leader: "Leader", prompts: list[str], options: Any, sampling: "Sampling") -> "Sequence[Generated]":
     if not prompts:
         raise ConfigurationError("no prompt; give --prompts, --prompt-file, or lines on the standard input")
-    encode = encoder(leader.model, options.chat_template)
     shown = [f"{prompt}\n" if options.chat_template else prompt for prompt in prompts]
     if len(prompts) == 1 and (options.stream or sys.stdout.isatty()) and leader.model.tokenizer is not None:
         say(shown[0], end="")
+        encode = encoder(leader.model, options.chat_template)
         return [_answer_streaming(leader, prompts[0], encode, sampling, options.speculative)]
-    asked = [encode(prompt) for prompt in prompts]
-    made = leader.generate(asked, sampling, options.max_batch_size, speculative=options.speculative)
+    made = _generated(leader, prompts, options, sampling)
     _show(shown, made)
     return made
+
+
+def _generated(leader: "Leader", prompts: Sequence[str], options: Any, sampling: "Sampling") -> "list[Generated]":
+    encode = encoder(leader.model, options.chat_template)
+    asked = [encode(prompt) for prompt in prompts]
+    return leader.generate(asked, sampling, options.max_batch_size, speculative=options.speculative)
 
 
 def _prompts(options: Any) -> list[str]:

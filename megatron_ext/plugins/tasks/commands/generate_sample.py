@@ -1,6 +1,6 @@
 """Generates a sample of text from an exported model, by transformers alone: nothing of this repository computes it.
 
-    python tools/generate_sample.py --model model-hf --prompt "def " --max-new-tokens 60
+    megatron-ext sample --model model-hf --prompt "def " --max-new-tokens 60
 
 The folder is what `convert_checkpoint.py to-hf` wrote. Where it has no tokenizer, --prompt is token ids, such as
 "17 4 99", and so is what is printed. The same seed gives the same text; --temperature 0 takes the most likely token

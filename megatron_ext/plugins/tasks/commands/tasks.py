@@ -1,11 +1,11 @@
 """Evaluate a checkpoint on local files, on the ranks of any layout: `megatron-ext tasks --task LAMBADA --load ckpt`.
 
-    python tasks/main.py --task PERPLEXITY --valid-data wiki.txt --overlapping-eval 32 --load ckpt
-    python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --load ckpt --results out.json
-    torchrun --nproc-per-node 4 tasks/main.py --task MULTIPLE_CHOICE --valid-data questions.jsonl --load ckpt \\
+    megatron-ext tasks --task PERPLEXITY --valid-data wiki.txt --overlapping-eval 32 --load ckpt
+    megatron-ext tasks --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --load ckpt --results out.json
+    torchrun --nproc-per-node 4 -m megatron_ext tasks --task MULTIPLE_CHOICE --valid-data questions.jsonl --load ckpt \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
-    python tasks/main.py --eval-tasks tasks.yaml --load-hf Llama-3.2-1B
-    python tasks/main.py --task LM_EVAL --lm-eval-tasks arc_easy --load ckpt
+    megatron-ext tasks --eval-tasks tasks.yaml --load-hf Llama-3.2-1B
+    megatron-ext tasks --task LM_EVAL --lm-eval-tasks arc_easy --load ckpt
 
 What the model is, the checkpoint says; --tensor-model-parallel-size, --device, --micro-batch-size (sequences at once on
 a replica, default 8), --seq-length and the other flags of pretrain_gpt.py choose layout, precision and length. Every
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.config.parse.options import options_by_flag
+from megatron_ext.config.parse.settings import Settings, words_of
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.tasks.eval_tasks import KINDS, EvalTask, read_eval_tasks
@@ -34,24 +35,49 @@ _ROWS = ("--micro-batch-size", "8")
 
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
-    options, flags = _parser().parse_with_flags(argv, options_by_flag())
-    tasks = _tasks(options)
-    from megatron_ext.plugins.tasks.trained_model import configure_trained, load_trained
-
-    model = load_trained(configure_trained([*_ROWS, *flags]))
-    from megatron_ext.parallel import groups
-
-    results = _harness(model, options) if options.task == _HARNESS else _own(model, tasks)
-    if model.rank == 0:
+    rank, results = _evaluated(argv)
+    if rank == 0:
         say(table(results))
-        if options.results:
-            _write(options.results, model, results)
-    groups.destroy()
     return 0
 
 
+def evaluate(settings: Settings = None, /, **flags: Any) -> dict[str, dict[str, float]]:
+    """Evaluate a trained model on local files, in this process, and return task -> metric -> value.
+
+        evaluate(load="run", task="PERPLEXITY", valid_data="wiki.txt")["perplexity"]["word_perplexity"]
+
+    Settings are the flags of `megatron-ext tasks` without their hyphens: `task` (PERPLEXITY, LAMBADA, MULTIPLE_CHOICE,
+    LM_EVAL) with `valid_data`, or `eval_tasks`, the path of a YAML file; and `load`, the folder of checkpoints, or
+    `load_hf`, the folder of a Hugging Face model. Under torchrun every rank calls it, and all get the same results but
+    for LM_EVAL's, which the first rank has.
+
+    Args:
+        settings: a dict of settings by the flags' names, or flags as on a command line.
+        flags: settings as keywords, which win over `settings`.
+    Raises:
+        ConfigurationError: the settings cannot work; the text names every problem.
+        DataError: a file of a task is present but wrong.
+    """
+    return _evaluated(words_of(settings, flags, _parser().knows))[1]
+
+
+def _evaluated(argv: list[str]) -> tuple[int, dict[str, dict[str, float]]]:
+    """Evaluate as a command line says, write --results, and return this rank's number and the results."""
+    options, flags = _parser().parse_with_flags(argv, options_by_flag())
+    tasks = _tasks(options)
+    from megatron_ext.plugins.tasks.trained_model import configure_trained, trained_model
+
+    with trained_model(configure_trained([*_ROWS, *flags])) as model:
+        results = _harness(model, options) if options.task == _HARNESS else _own(model, tasks)
+        if model.rank == 0 and options.results:
+            _write(options.results, model, results)
+        return model.rank, results
+
+
 def _parser() -> ToolParser:
-    parser = ToolParser("Evaluate a checkpoint. Further flags: the model and layout, as of pretrain_gpt.py.", __doc__)
+    parser = ToolParser(
+        "Evaluate a checkpoint. Further flags: the model and layout, as of pretrain_gpt.py.", __doc__, command="tasks"
+    )
     parser.add_argument("--task", type=_task_name, choices=(*KINDS, _HARNESS), help="what to ask of the model")
     parser.add_argument("--valid-data", nargs="+", default=[], metavar="FILE", help="files of the task")
     parser.add_argument("--overlapping-eval", type=int, metavar="N", help="PERPLEXITY: tokens by which windows advance")
