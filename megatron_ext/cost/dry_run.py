@@ -51,7 +51,7 @@ def describe(config: Config, most_lines: int | None = None) -> str:
     others = [_formula(config), _model(config), _batch(config), _run(config)]
     rest = sum(map(len, others))
     apart = most_lines is None or rest + len(stages) + len(ranks) + len(others) + 1 <= most_lines
-    if not apart:
+    if most_lines is not None and not apart:
         ranks = _shortened(ranks, most_lines - rest - len(stages))
         stages = _shortened(stages, most_lines - rest - len(ranks))
     formula, model, batch, run = others

@@ -30,7 +30,7 @@ class RunHistory:
         norm)."""
         return [(row["iteration"], row[field]) for row in self.steps if row.get(field) is not None]
 
-    def tokens_at(self, iteration: int) -> int:
+    def tokens_at(self, iteration: float) -> int:
         """Return the tokens that were read until the first logged step at or after an iteration, or until the last."""
         place = min(bisect.bisect_left(self._consumed, (iteration, 0)), len(self._consumed) - 1)
         return self._consumed[place][1] if self._consumed else 0
