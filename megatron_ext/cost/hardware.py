@@ -2,11 +2,11 @@
 of the time model, each with its source or its fit.
 
 A flag of `megatron-ext plan` can replace any number of the table. Peaks are for dense matrices: data sheets print twice
-as much for types of 16 and 8 bits "with sparsity". Peaks of 8 and 4 bits are of the same sheets: NVIDIA's of H100, H200,
-HGX B200 and B300, GB200 and GB300 NVL72 (B300's dense rate of 4 bits is 3/4 of the sparse one), AMD's of MI300X and
-MI355X. Link bandwidths are of one direction and one device: half of the sum over both
-directions that data sheets print. Memory is the size that a driver reports to a program
-(torch.cuda.get_device_properties): neither the data sheet's figure in powers of ten nor in powers of two.
+as much for types of 16 and 8 bits "with sparsity". Peaks of 8 and 4 bits are of the same sheets: NVIDIA's of H100,
+H200, HGX B200 and B300, GB200 and GB300 NVL72 (B300's dense rate of 4 bits is 3/4 of the sparse one), AMD's of MI300X
+and MI355X. Link bandwidths are of one direction and one device: half of the sum over both directions that data sheets
+print. Memory is the size that a driver reports to a program (torch.cuda.get_device_properties): neither the data
+sheet's figure in powers of ten nor in powers of two.
 
 Nine numbers are fitted to 162 published runs, tests/golden/published_runs.jsonl and, at half their weight,
 published_runs_llm_foundry.csv (`python benchmarks/planner.py --fit` computes them again): `edge`, `activations`,

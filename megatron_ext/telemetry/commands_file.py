@@ -58,7 +58,7 @@ def starts(save: Path) -> list[Start]:
             with contextlib.suppress(TextError):
                 row = load_json(line)
                 _ROW(row)
-                found.append(Start(**row))
+                found.append(Start(row["time"], row["ranks"], row["command"]))  # fields of later versions aside
     return found
 
 

@@ -16,10 +16,12 @@ from megatron_ext.data.data_manifest import checksums, first_damage, known_block
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import check_indexed_files, check_token_ids, open_index
 from megatron_ext.errors import DataError
-from megatron_ext.plugins.pages.loss_curve import loss_chart, read_history
-from megatron_ext.plugins.pages.run_page import run_page
+from megatron_ext.plugins.pages.comparison import read_runs, results
+from megatron_ext.plugins.pages.loss_curve import RunHistory, loss_chart, read_history
+from megatron_ext.plugins.pages.run_page import run_page, runs_page
 from megatron_ext.plugins.prepare.documents import read_documents
 from megatron_ext.plugins.prepare.inputs import find_files
+from megatron_ext.telemetry.commands_file import NAME, starts
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from tests.fuzz.mutations import Read, changed, flipped
 from tests.support.pages import elements
@@ -199,5 +201,21 @@ def metrics(folder: Path) -> Read:
         history = read_history(folder / "m.jsonl")
         assert loss_chart(history)
         assert elements(run_page(history, "run"))
+        runs = read_runs([folder / "m.jsonl"] * 2)
+        assert results(runs)
+        assert elements(runs_page({run.title: run.history for run in runs}, by_tokens=True))
+
+    return read
+
+
+def commands(folder: Path) -> Read:
+    """The record of a run's starts: what is taken stands on its page."""
+    rows = [{"time": "2026-11-29T17:30:14+00:00", "ranks": n, "command": "megatron-ext pretrain"} for n in range(3)]
+    whole = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    history = RunHistory([{"iteration": 1, "lm_loss": 1.0}], [])
+
+    def read(chance: random.Random) -> None:
+        (folder / NAME).write_bytes(changed(whole, chance))
+        assert elements(run_page(history, "run", starts=starts(folder)))
 
     return read

@@ -30,4 +30,5 @@ TARGETS: dict[str, Callable[[Path], Read]] = {
     "tokenizer": data_targets.tokenizer,
     "tiktoken": data_targets.tiktoken,
     "metrics": data_targets.metrics,
+    "commands": data_targets.commands,
 }

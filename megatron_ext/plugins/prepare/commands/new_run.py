@@ -276,7 +276,8 @@ class _Making:
         """Return the flags of the training with another number of steps."""
         known = read_yaml(str(self._run / "run.yaml"))
         # The checkpoint was saved on the way to another number.
-        return {**known, "train_iters": steps, "override_opt_param_scheduler": True}
+        intervals = {name: value for name, value in _intervals(steps).items() if value < known[name]}
+        return {**known, "train_iters": steps, **intervals, "override_opt_param_scheduler": True}
 
     def _stopped(self, training: subprocess.Popen[bytes]) -> int:
         """Ask the training to save and stop; return its exit code, 0 where it has."""
@@ -292,7 +293,7 @@ class _Making:
     def _flags(self, shape: Size, steps: int) -> dict[str, Any]:
         # Documents are not divided: of a few, one is a large share, and one alone is needed for the training.
         documents = _manifest(self._run)["documents"]
-        each, held_out = max(1, steps // 10), 0 if documents < 2 else max(5, -(-100 // documents))
+        held_out = 0 if documents < 2 else max(5, -(-100 // documents))
         return {
             **_shape(shape),
             "data_path": [str(self._data)],
@@ -303,14 +304,10 @@ class _Making:
             **self._update(shape),
             "min_lr": 1e-4,
             "lr_decay_style": "cosine",
-            "lr_warmup_iters": max(1, steps // 20),
             "adam_beta2": 0.95,
-            "eval_interval": each,
             "eval_iters": 2 if held_out else 0,
-            "log_interval": max(1, steps // 100),
-            "sample_interval": max(1, steps // 2),
             "sample_prompts": str(self._run / "prompts.txt"),
-            "save_interval": max(each, steps // 2),
+            **_intervals(steps),
         }
 
     def _update(self, shape: Size) -> dict[str, Any]:
@@ -366,6 +363,18 @@ def _ended(program: subprocess.Popen[bytes], seconds: float | None = None) -> in
     except KeyboardInterrupt:
         program.wait()
         raise
+
+
+def _intervals(steps: int) -> dict[str, int]:
+    """Return the flags that are a share of the steps of the training."""
+    each = max(1, steps // 10)
+    return {
+        "lr_warmup_iters": max(1, steps // 20),
+        "eval_interval": each,
+        "log_interval": max(1, steps // 100),
+        "sample_interval": max(1, steps // 2),
+        "save_interval": max(each, steps // 2),
+    }
 
 
 def _shape(shape: Size) -> dict[str, Any]:

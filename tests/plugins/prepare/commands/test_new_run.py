@@ -54,7 +54,7 @@ def test_a_model_of_a_folder_of_text(
     page = (run / "report.html").read_text()
     assert "4 layers of width 64" in page
     assert "muon, learning rate 0.008" in page
-    assert page.count('<span class="prompt">The</span>') == 2, "after half of the steps, and at the end"
+    assert '<span class="prompt">The</span>' in page, "a text after half of the steps"
     for command in ("generate --load", "pretrain --config", "new another-run", "compare"):
         assert f"<pre>megatron-ext {command} " in page.partition("<h2>Next</h2>")[2]
         assert f"\n  megatron-ext {command} " in said
