@@ -1,0 +1,16 @@
+"""Mamba-1 mixers in the place of attention."""
+
+from megatron_ext.registry import Plugin
+
+PLUGIN = Plugin(
+    "selective_scan",
+    needs=("gated_delta",),
+    brings={
+        "flags": "megatron_ext.plugins.selective_scan.flags:FLAGS",
+        "choices": "megatron_ext.plugins.selective_scan.flags:CHOICES",
+        "resolvers": "megatron_ext.plugins.selective_scan.describe:RESOLVERS",
+        "draws": "megatron_ext.plugins.selective_scan.describe:DRAWS",
+        "mixers": "megatron_ext.plugins.selective_scan.describe:MIXERS",
+        "comparisons": "megatron_ext.plugins.selective_scan.comparisons:COMPARISONS",
+    },
+)
