@@ -24,10 +24,7 @@ COMPARISONS = (
             "Mamba-1 hybrid with experts": f"{_SHAPE} --hybrid-layer-pattern S-SE*-SE {_EXPERTS} --no-scan-conv-bias",
         },
         layouts={
-            "TP2 SP, Mamba-1 hybrid": (2, _TP2_SP),
-            "TP4, Mamba-1 hybrid": (4, "--tensor-model-parallel-size 4"),
             "TP2 SP PP2 VPP2, Mamba-1 hybrid": (4, f"{_TP2_SP} {_PP2} --num-virtual-stages-per-pipeline-rank 2"),
-            "CP4 p2p, Mamba-1 hybrid": (4, f"{_CP} 4 --cp-comm-type p2p"),
             "CP2 p2p, recompute selective, Mamba-1 hybrid": (2, f"{_CP} 2 --cp-comm-type p2p {_SELECTIVE}"),
             "CP4 all_gather, Mamba-1 hybrid, packed": (4, f"{_CP} 4 --cp-comm-type all_gather"),
             "TP2 CP2 a2a, Mamba-1 hybrid, packed": (

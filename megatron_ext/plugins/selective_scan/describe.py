@@ -126,12 +126,19 @@ class SelectiveScan(Part):
         return {"projected": 2 * of_channels, "core": core, "projection": of_channels}
 
     def computed_again(self, share: Share) -> float:
-        """Return the bytes, within a tenth, that autograd keeps while the backward pass recomputes a span: seven
-        numbers of every state (rates times steps, decays, what is added and states, of which the scan and the
-        product with C keep their own), and six of every channel."""
-        span = min(SPAN, share.length // (share.context * self._pieces(share)))
-        positions = self._pieces(share) * self._samples(share) * span
-        return _FP32 * positions * self.channels // share.tensor * (6 * self.state_size + 6)
+        """Return the bytes that autograd keeps while the backward pass recomputes a span.
+
+        These are decay and state of every number of a channel's state, a second decay where documents are kept apart,
+        and five numbers of every channel; in 16 bits x, gates, B and C once more; with two pieces C, once more; and the
+        rates of all channels.
+        """
+        channels, pieces = self.channels // share.tensor, self._pieces(share)
+        positions = pieces * self._samples(share) * min(SPAN, share.length // (share.context * pieces))
+        each = channels * (self.state_size * (3 if share.config.data.reset_attention_mask else 2) + 5)
+        if share.width < _FP32:
+            each += 2 * (channels + self.state_size)
+        each += (pieces - 1) * self.state_size
+        return _FP32 * (positions * each + 2 * channels * self.state_size)
 
     def sent(self, share: Share) -> Iterator[Exchange]:
         """Yield the sums of time steps, B and C over tensor-parallel ranks, and of their gradients; and the exchanges
