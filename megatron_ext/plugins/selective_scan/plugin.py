@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "selective_scan",
+    page="docs/plugins/selective_scan.md",
     needs=("gated_delta",),
     brings={
         "flags": "megatron_ext.plugins.selective_scan.flags:FLAGS",
