@@ -75,7 +75,12 @@ class Mamba1(MegatronModule):
         self.checkpoint_core_attention = config.recompute_granularity == "selective" and "core_attn" in (
             config.recompute_modules or ()
         )
-        self._build_linears(config)
+        linear: Any = {"config": config, "bias": described.bias, "tp_group": self.tp_group}
+        column, row = (BiasedColumnLinear, BiasedRowLinear) if described.bias else (ColumnLinear, RowLinear)
+        first = {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
+        last = {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True}
+        self.in_proj = column(config.hidden_size, 2 * described.channels, **linear, **first)
+        self.out_proj = row(described.channels, config.hidden_size, **linear, **last)
         channels = described.channels // self.tp_group.size()
         convolution = (channels, 1, described.kernel), (channels,)
         self.conv1d = Weight(*(divided_parameter(config, *size) for size in convolution[: 1 + described.conv_bias]))
@@ -89,15 +94,6 @@ class Mamba1(MegatronModule):
                 # All ranks compute the same gradient, from all tokens.
                 weight.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
                 self.add_module(name, Weight(weight))
-
-    def _build_linears(self, config: TransformerConfig) -> None:
-        described = self.described
-        linear: Any = {"config": config, "bias": described.bias, "tp_group": self.tp_group}
-        column, row = (BiasedColumnLinear, BiasedRowLinear) if described.bias else (ColumnLinear, RowLinear)
-        first = {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
-        last = {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True}
-        self.in_proj = column(config.hidden_size, 2 * described.channels, **linear, **first)
-        self.out_proj = row(described.channels, config.hidden_size, **linear, **last)
 
     @property
     def linear_proj(self) -> RowLinear:
@@ -238,12 +234,8 @@ class Mamba1(MegatronModule):
         outputs, own = [], (*self.dt_proj.parameters(), self.A_log, *((self.D,) if reads else ()))
         for start in range(0, mixed_PSBC2.size(1), SPAN):
             span = slice(start, start + SPAN)
-            compute = partial(
-                _span,
-                self.described,
-                None if begins is None else begins[:, span],
-                None if counted_SB is None else counted_SB[span],
-            )
+            counted = None if counted_SB is None else counted_SB[span]
+            compute = partial(_span, self.described, None if begins is None else begins[:, span], counted)
             inputs = mixed_PSBC2[:, span], convolved_PSBC[:, span], shared_PSBR[:, span], state
             output, state = AgainInBackward.apply(compute, *inputs, *own)  # pyright: ignore
             outputs.append(output)

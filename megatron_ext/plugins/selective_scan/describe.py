@@ -164,10 +164,9 @@ class SelectiveScan(Part):
     def core(self, share: Share) -> Core:
         """Return the operations of a rank's microbatch, which its backward pass computes once more; with context
         parallelism, maps of the state are computed before."""
-        channels = share.tokens * self.channels / share.tensor
-        maps = 2.0 if share.context > 1 else 1.0
-        flops = maps * share.tokens * self.core_flops(share.length) / share.tensor
-        return Core(flops, 3.0, flops, self.state_size, 6 * channels * self.state_size)
+        flops = (2.0 if share.context > 1 else 1.0) * share.tokens * self.core_flops(share.length) / share.tensor
+        moved = 6 * share.tokens * self.channels / share.tensor * self.state_size
+        return Core(flops, 3.0, flops, self.state_size, moved)
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return the piece that a selective scan asks of a way of computing a layer (`parts/ways.py`)."""
@@ -229,14 +228,12 @@ def resolve(values: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 def draw(random: Random) -> list[str]:
     """Return flags of a hybrid with Mamba-1, drawn at random; most draws have none."""
-    pattern = random.choice(("S-S*", "S*S-", "SSS*", "SES*", "S-*-S-*-", "SM*-"))
+    pattern = random.choice(("S-S*", "S*S-", "SSS*", "SES*", "S-*-S-*-"))
     norm = random.choice(("none", "without-weights", "with-weights"))
     biases = random.choice(("", " --scan-bias", " --no-scan-conv-bias"))
     sizes = (
         f"--scan-state-dim 6 --scan-channels 56 --scan-conv-kernel-dim {random.choice((1, 3, 4))} --scan-norm {norm}"
     )
-    if "M" in pattern:
-        sizes += " --mamba-state-dim 12 --mamba-head-dim 10 --mamba-num-groups 4 --mamba-num-heads 8"
     return taken(random, (0.06, f"--hybrid-layer-pattern {pattern} {sizes}{biases} --norm-epsilon 1e-3"))
 
 
