@@ -27,9 +27,9 @@ COMPARISONS = (
             "TP2 SP PP2 VPP2, Mamba-1 hybrid": (4, f"{_TP2_SP} {_PP2} --num-virtual-stages-per-pipeline-rank 2"),
             "CP2 p2p, recompute selective, Mamba-1 hybrid": (2, f"{_CP} 2 --cp-comm-type p2p {_SELECTIVE}"),
             "CP4 all_gather, Mamba-1 hybrid, packed": (4, f"{_CP} 4 --cp-comm-type all_gather"),
-            "TP2 CP2 a2a, Mamba-1 hybrid, packed": (
+            "TP2 CP2 all_gather, recompute selective, Mamba-1 hybrid, packed": (
                 4,
-                f"--tensor-model-parallel-size 2 {_CP} 2 --cp-comm-type a2a {_SELECTIVE}",
+                f"--tensor-model-parallel-size 2 {_CP} 2 --cp-comm-type all_gather {_SELECTIVE}",
             ),
             "DP2 distributed optimizer, overlap, Mamba-1 hybrid": (2, _ZERO_1),
             "TP2 SP FSDP2, Mamba-1 hybrid": (4, f"{_TP2_SP} --use-torch-fsdp2"),
