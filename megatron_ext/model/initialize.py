@@ -45,8 +45,8 @@ COLUMN_PARTS = 64
 
 _MOST_THREADS = 8  # each with a block of 4 MB
 
-_DRAWN = ("normal", "uniform", "log-uniform", "time-step")
-"""Initializations that draw numbers."""
+_DRAWN = ("normal", "uniform", "log-uniform", "log-count", "time-step")
+"""Initializations that give elements numbers of their own: all but log-count draw them."""
 
 
 def initialize(model_chunks: Sequence[torch.nn.Module], config: Config, pg_collection: ProcessGroupCollection) -> None:
@@ -155,6 +155,8 @@ def _drawn(
 
 def _draw(parameter: Parameter, seed: int, block: _Block, columns: range) -> np.ndarray:
     """Return the values of a block in `columns`, in fp32."""
+    if parameter.init == "log-count":
+        return np.tile(np.log(np.array(columns, dtype=np.float32) + np.float32(1.0)), (block.rows, 1))
     parts, name = column_parts(parameter), f"{seed}:{parameter.name}:{block.number}"
     scale = np.float32(math.sqrt(3.0) * parameter.std if parameter.init == "uniform" else parameter.std)
     width = parameter.shape[1] // parts

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-type Init = Literal["normal", "uniform", "ones", "zeros", "constant", "log-uniform", "time-step"]
-"""Initialization of a parameter; log-uniform: as logarithms of uniform numbers from 1 to 16; time-step: so that
-softplus of it is a number from 0.001 to 0.1 whose logarithm is uniform."""
+type Init = Literal["normal", "uniform", "ones", "zeros", "constant", "log-uniform", "log-count", "time-step"]
+"""Initialization of a parameter; log-uniform: as logarithms of uniform numbers from 1 to 16; log-count: as the
+logarithms of 1, 2, 3 ... in every row; time-step: so that softplus of it is a number from 0.001 to 0.1 whose logarithm
+is uniform."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,14 @@ class Parameter:
     """Whether the two dimensions of a layer's parameter are no channels, so that it is updated element by element and
     not as a matrix. None: nobody has said so, and an optimizer of whole matrices is refused."""
 
+    never_decays: bool = False
+    """Whether weight decay leaves it out although it has several dimensions."""
+
     @property
     def decay(self) -> bool:
         """Whether weight decay applies: it is for matrices; norms and biases have none, unless
         --apply-wd-to-qk-layernorm gives it to the norms of queries and keys."""
-        return len(self.shape) > 1 and not self.is_query_or_key_norm
+        return len(self.shape) > 1 and not self.is_query_or_key_norm and not self.never_decays
 
     @property
     def is_query_or_key_norm(self) -> bool:

@@ -27,6 +27,7 @@ from tests.support.small_models import (
     LLAMA,
     MAMBA,
     OLMO2,
+    SCAN,
     build_small_model,
     small_config,
 )
@@ -85,6 +86,7 @@ MODELS["chosen keys"] = INDEXED
 MODELS["delta rules"] = DELTA
 MODELS["delta rules with LayerNorm"] = {**DELTA, "normalization": "LayerNorm"}
 MODELS["short convolutions"] = {**CONVOLUTIONS, "conv_bias": True}
+MODELS["selective scans"] = {**SCAN, "scan_bias": True}
 MODELS["letters"] = {**MAMBA, "mamba_num_groups": 4, "mamba_num_heads": 8}
 MODELS["side by side"] = {**MODELS["letters"], "hybrid_layer_pattern": "B-BM", "mamba_norm": "none"}
 MODELS["sinks and gates"] = {
@@ -309,6 +311,7 @@ WITH_STATE = (
     "chosen keys",
     "delta rules",
     "short convolutions",
+    "selective scans",
     "letters",
     EXPERTS,
 )

@@ -64,6 +64,8 @@ RUNS: dict[str, tuple[int, str]] = {
     "short convolutions": (1, "--full-attn-idxs 1"),
     "letters": (1, f"{ROPE} --num-layers 4 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern M-M* "
                    "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2"),
+    "selective scans": (1, "--num-layers 4 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern S-S* "
+                           "--scan-state-dim 6 --scan-norm without-weights"),
     "side by side": (1, f"{ROPE} --num-layers 2 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern "
                         "BB --mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2"),
     "longrope": (1, f"{ROPE} --rope-type longrope --original-max-position-embeddings 4 --rotary-scaling-factor 4 "
@@ -154,6 +156,14 @@ CHANGES: dict[str, tuple[str, str]] = {
     "mamba_num_heads": ("letters", "--mamba-num-heads 4"),
     "mamba_norm": ("letters", "--mamba-norm before-gate"),
     "mamba_multipliers": ("letters", "--mamba-multipliers 1 1 2 1 1"),
+    "scan_channels": ("selective scans", "--scan-channels 40"),
+    "scan_state_dim": ("selective scans", "--scan-state-dim 4"),
+    "scan_conv_kernel_dim": ("selective scans", "--scan-conv-kernel-dim 2"),
+    "scan_time_step_rank": ("selective scans", "--scan-time-step-rank 3"),
+    "scan_norm": ("selective scans", "--scan-norm none"),
+    "scan_norm_epsilon": ("selective scans", "--scan-norm-epsilon 0.5"),
+    "scan_bias": ("selective scans", "--scan-bias"),
+    "no_scan_conv_bias": ("selective scans", "--no-scan-conv-bias"),
     "mixer_multipliers": ("side by side", "--mixer-multipliers 1 0.5"),
     "full_attn_idxs": ("plain", "--full-attn-idxs 0"),
     "conv_l_cache": ("short convolutions", "--conv-l-cache 4"),

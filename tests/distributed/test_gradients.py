@@ -140,6 +140,7 @@ EVERY_KIND = {
     "Mamba-2 hybrid": "",
     "delta rules with LayerNorm": "",
     "short convolutions, packed": "",
+    "Mamba-1 hybrid": "",
 }
 LEARNED = "learned positions, biases"
 IN_16_BITS = [

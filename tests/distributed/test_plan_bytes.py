@@ -37,6 +37,7 @@ _DELTA = (
     "--linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 12"
 )
 _MAMBA = "--hybrid-layer-pattern MM*- --mamba-state-dim 16 --mamba-head-dim 12 --mamba-num-groups 4 --mamba-num-heads 8"
+_SCAN = "--hybrid-layer-pattern SS*- --scan-state-dim 16 --scan-channels 96 --scan-norm"
 _BOTH = f"{_MAMBA.replace('MM*-', 'B-B-')} --mlp-multipliers 0.5 2"
 _BY_LAYER = (
     "--window-size 15,0 --window-attn-skip-freq 2 --group-query-attention --num-query-groups 4 "
@@ -80,6 +81,10 @@ RUNS = {
     f"{_BOTH} {_TP}": 0.005,
     f"{_BOTH} {_TP} --sequence-parallel {_FULL}": 0.005,
     f"{_BOTH} {_CP} --cp-comm-type p2p": 0.025,
+    f"{_SCAN} none {_TP}": 0.005,
+    f"{_SCAN} with-weights {_TP} --sequence-parallel": 0.005,
+    f"{_SCAN} with-weights {_TP} --sequence-parallel {_FULL}": 0.005,
+    f"{_SCAN} without-weights {_CP} --cp-comm-type p2p": 0.025,  # as Mamba-2
     f"{_LATENTS} --position-embedding-type none {_TP} --sequence-parallel": 0.005,
     _PP: 0.005,
     f"{_PP} --num-virtual-stages-per-pipeline-rank 2": 0.005,
@@ -166,7 +171,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, list[dict[str, float]]
 @pytest.mark.parametrize("flags", marked(RUNS, slow=REPEATED))
 def test_ranks_hold_and_send_what_the_formulas_say(flags: str, measured: dict[str, list[dict[str, float]]]) -> None:
     for found in measured[flags]:
-        if _CP in flags and ("attention-variant" in flags or "mamba" in flags):
+        if _CP in flags and any(one in flags for one in ("attention-variant", "mamba", "scan")):
             # The rank with the last piece of a sample holds the states before all others: no rank holds more.
             found["held"] = max(one["held"] for one in measured[flags])
         assert found["held"] == pytest.approx(found["held by formula"], rel=RUNS[flags])

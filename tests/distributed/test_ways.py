@@ -110,6 +110,7 @@ PARTS = {
     ),
     "short convolutions": f"{_LLAMA} --full-attn-idxs 1 --conv-bias",
     "letters": f"{_LLAMA} --hybrid-layer-pattern MG+-|M --mamba-num-groups 2 {_LATENT}",
+    "selective scans": f"{_LLAMA} --hybrid-layer-pattern S-S* --scan-norm with-weights --scan-bias",
     "side by side": (
         f"{_LLAMA} --hybrid-layer-pattern B-B- --mamba-num-groups 2 --mamba-norm none --mamba-multipliers 0.5 1 2 1 2 "
         "--mixer-multipliers 0.6 1.3 --mlp-multipliers 0.7 1.2 --position-embedding-type rope"

@@ -504,6 +504,31 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 2, "vocab_size": VOCABULARY, "conv_kernel": 3, "chunk_size": 16, **_UNTIED},
         **{"pad_token_id": None, "use_cache": False},
     },
+    "Mamba-1": {
+        **{"model_type": "mamba", "hidden_size": 48, "state_size": 6, "num_hidden_layers": 4, "vocab_size": VOCABULARY},
+        **{"time_step_rank": 5, "pad_token_id": None, "use_bias": True, "tie_word_embeddings": True},
+        "initializer_range": 0.2,  # so that it does not write what it reads
+    },
+    "Mamba-1 of other channels": {
+        **{"model_type": "mamba", "hidden_size": 48, "state_size": 5, "num_hidden_layers": 2, "vocab_size": VOCABULARY},
+        **{"expand": 1, "conv_kernel": 3, "use_conv_bias": False, "pad_token_id": None, **_UNTIED},
+        "intermediate_size": 72,
+    },
+    "Falcon-Mamba": {
+        **{"model_type": "falcon_mamba", "hidden_size": 48, "state_size": 6, "num_hidden_layers": 4},
+        **{"vocab_size": VOCABULARY, "pad_token_id": None, "mixer_rms_eps": 1e-4, **_UNTIED},
+    },
+    "Jamba": {
+        **{"model_type": "jamba", **_DECODER, "num_hidden_layers": 4, "head_dim": 8, "mamba_d_state": 6},
+        **{"num_experts": 6, "num_experts_per_tok": 3, "attn_layer_period": 2, "attn_layer_offset": 1},
+        **{"mamba_dt_rank": 5, "expert_layer_period": 3, "expert_layer_offset": 0, "pad_token_id": None, **_UNTIED},
+    },
+    "Jamba without experts": {
+        **{"model_type": "jamba", **_DECODER, "head_dim": 10, "num_experts": 1, "num_key_value_heads": 1},
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_expand": 1, "mamba_d_conv": 3, "mamba_d_state": 6},
+        **{"mamba_proj_bias": True, "mamba_conv_bias": False, "pad_token_id": None, "tie_word_embeddings": True},
+        "initializer_range": 0.1,  # so that it does not write what it reads
+    },
     "OLMo hybrid with rotation": {
         **{"model_type": "olmo_hybrid", **_DELTA, "num_key_value_heads": 1, "linear_num_value_heads": 4},
         **{"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},

@@ -30,6 +30,7 @@ _DELTA = (
 )
 _CONVOLUTIONS = "--position-embedding-type rope --full-attn-idxs"
 _LETTERS = "--num-layers 8 --position-embedding-type none --mamba-num-groups 2 --hybrid-layer-pattern"
+_SCANS = "--position-embedding-type none --hybrid-layer-pattern S-S-S-S*"
 _FSDP = "--world-size 4 --use-megatron-fsdp --data-parallel-sharding-strategy"
 _FULL = "--recompute-granularity full --recompute-method"
 _LIST = "--recompute-granularity selective --recompute-modules"
@@ -100,6 +101,15 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"{_LETTERS} M-M-M-M* --recurrence-kernels fla --mamba-state-dim 63",
         f"{_LETTERS} M-M-M-M* --recurrence-kernels fla --mamba-state-dim 512 --bf16",
         "--mamba-state-dim 64 --mamba-num-heads 8",
+    ),
+    "selective scans": (
+        _SCANS,
+        f"{_TP4} {_SCANS} --scan-channels 90",
+        f"{_TP2} {_SCANS} --scan-channels 90",
+        f"{_CP2} {_SCANS} --seq-length 16 --scan-conv-kernel-dim 5",
+        f"{_CP2} {_SCANS} --seq-length 16 --scan-conv-kernel-dim 6",
+        f"{_SCANS} --bf16 --fp8-format hybrid --attention-dropout 0",
+        "--scan-state-dim 4 --scan-bias",
     ),
     "context": (
         "--cp-comm-type p2p a2a all_gather p2p a2a all_gather p2p p2p",

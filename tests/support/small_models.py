@@ -49,6 +49,12 @@ MAMBA: dict[str, Any] = {
 }
 """Mamba-2, attention and an MLP in layers of their own."""
 
+SCAN: dict[str, Any] = {
+    **{**LLAMA, "position_embedding_type": "none", "hybrid_layer_pattern": "S*S-", "scan_state_dim": 6},
+    **{"scan_channels": 40, "scan_time_step_rank": 3, "scan_norm": "with-weights"},
+}
+"""Mamba-1, attention and an MLP in layers of their own."""
+
 CONVOLUTIONS: dict[str, Any] = {**LLAMA, "full_attn_idxs": (1,), "conv_l_cache": 4}
 """Gated short convolutions in all layers but the second."""
 

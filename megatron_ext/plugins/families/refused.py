@@ -2,7 +2,6 @@
 transformers 5.23.0."""
 
 _WITHOUT_SCALE = "the logit_scale of its text model is left out of the logits"
-_SELECTIVE_SCAN = "Mamba-1 decays each channel of a state by a matrix of its own, and Mamba-2 a head by one number"
 
 _REASONS: dict[str, tuple[str, int]] = {
     "aya_vision": (_WITHOUT_SCALE, 390),
@@ -21,16 +20,13 @@ _REASONS: dict[str, tuple[str, int]] = {
     "deepseek_v4": ("hyper-connections mix several residual streams", 887),
     "diffllama": ("attention is the difference of two softmaxes", 306),
     "dots3_note_text": ("layers with a window have latents and heads of other sizes", 99),
-    "falcon_mamba": (_SELECTIVE_SCAN, 228),
     "gemma4_text": ("the last layers attend to keys and values of an earlier one, and heads have two sizes", 1569),
-    "jamba": (_SELECTIVE_SCAN, 373),
     "jetmoe": ("queries of a token are made by experts", 462),
     "laguna": (
         "a softplus gates what attention gives, and layers have other numbers of heads",
         400,
     ),
     "longcat_flash": ("some experts compute nothing", 136),
-    "mamba": (_SELECTIVE_SCAN, 213),
     "minicpm3": ("latent attention rotates halves of a head, and ours neighbouring channels", 336),
     "minimax": ("lightning attention takes the place of attention in some layers", 125),
     "nanochat": ("positions are rotated backwards, and RMSNorm has no weights", 173),

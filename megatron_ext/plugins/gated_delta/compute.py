@@ -369,11 +369,12 @@ def documents_of_span(ids: torch.Tensor | None, kernel: int) -> torch.Tensor | N
     return (ids[:, kernel:] - ids[:, kernel - 1, None]).permute(0, 2, 1)[:, :, None, None]
 
 
-def divided_parameter(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
-    """Return a parameter without values, this tensor-parallel rank's rows of the whole."""
+def divided_parameter(config: TransformerConfig, *size: int, dim: int = 0) -> torch.nn.Parameter:
+    """Return a parameter without values, this tensor-parallel rank's rows of the whole, or its part of dimension
+    `dim`."""
     parameter = uninitialized(config, *size)
     del parameter.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-    tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
     return parameter
 
 

@@ -75,7 +75,11 @@ _OTHER = {
 """Values of keys that no rule makes of the usual one."""
 
 _BEGINNINGS = {"time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual"}
+_IMPLEMENTATIONS = {"use_mambapy", "use_associative_scan"}
+_OF_SCANS = {*_IMPLEMENTATIONS, "time_step_scale", "time_step_init_scheme"}
 _OF_OTHER_SETTINGS = {
+    **{key: {*_BEGINNINGS, *_OF_SCANS, "residual_in_fp32"} for key in ("mamba", "falcon_mamba")},
+    "jamba": {*_IMPLEMENTATIONS, "use_mamba_kernels"},
     "mamba2": {*_BEGINNINGS, "chunk_size", "residual_in_fp32"},
     "nemotron_h": {
         *(*_BEGINNINGS, "chunk_size", "residual_in_fp32", "expand", "n_shared_experts", "num_nextn_predict_layers"),

@@ -24,7 +24,7 @@ from megatron_ext.plugins.families.registry import FAMILIES, family_of, obstacle
 from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 from megatron_ext.train.configure import configure
-from tests.support.small_models import LLAMA, MAMBA, OLMO2, small_config
+from tests.support.small_models import LLAMA, MAMBA, OLMO2, SCAN, small_config
 
 QWEN3 = {**LLAMA, "qk_layernorm": True}
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "moe_ffn_hidden_size": 24}
@@ -41,6 +41,8 @@ COHERE |= {"parallel_residual": "one-norm"}
 MAMBA2 = {**MAMBA, "hybrid_layer_pattern": "MMMM", "mamba_head_dim": 16, "mamba_num_heads": 8}
 NEMOTRON_H = {**MAMBA, "swiglu": False, "squared_relu": True, "untie_embeddings_and_output_weights": True}
 FALCON_H1 = {**MAMBA2, "hybrid_layer_pattern": "B-B-", "position_embedding_type": "rope", "mamba_norm": "none"}
+MAMBA1 = {**SCAN, "hybrid_layer_pattern": "SSSS", "scan_norm": "none"}
+JAMBA = {**SCAN, "hybrid_layer_pattern": "S-*-", "scan_channels": 64}
 GRANITE_4 = {**MAMBA2, "hybrid_layer_pattern": "M-*-"}
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -134,6 +136,10 @@ def test_a_family_is_a_file() -> None:
         ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5, "norm_position": "both"}, "glm4"),
         ({**LLAMA, "normalization": "LayerNorm", "parallel_residual": "one-norm"}, "stablelm"),
         (MAMBA2, "mamba2"),
+        (MAMBA1, "mamba"),
+        ({**MAMBA1, "scan_norm": "without-weights"}, "falcon_mamba"),
+        (JAMBA, "jamba"),
+        ({**JAMBA, "hybrid_layer_pattern": "*E*-", **EXPERTS, "moe_router_pre_softmax": True}, "jamba"),
         (NEMOTRON_H, "nemotron_h"),
         ({**NEMOTRON_H, "hybrid_layer_pattern": "M-M-"}, "nemotron_h"),
         (FALCON_H1, "falcon_h1"),
@@ -177,6 +183,11 @@ def test_the_family_is_found(model: dict[str, Any], family: str) -> None:
             {**NEMOTRON_H, "untie_embeddings_and_output_weights": False},
             "is nemotron_h, which has --untie-embeddings-and-output-weights",
         ),
+        (
+            {**JAMBA, "hybrid_layer_pattern": "**S-"},
+            r"is jamba, which has --hybrid-layer-pattern \*-S- \(not \*\*S-\)",
+        ),
+        ({**JAMBA, "scan_channels": 72}, r"is jamba, which has --scan-channels 64 \(not 72\)"),
         ({**GRANITE_4, "mamba_num_heads": 6}, r"which has --mamba-num-heads 4 \(not 6\)"),
         (
             {**GRANITE_4, "mamba_num_heads": 6, "mamba_head_dim": 10},
@@ -219,6 +230,8 @@ def test_ranges_cover_every_row_once(model: dict[str, Any]) -> None:
         {**LLAMA, "window_size": "7,0", "window_attn_skip_freq": "[1,1,0,1]"},
         {**LLAMA, "normalization": "LayerNorm", "swiglu": False, "squared_relu": True, "rotary_percent": 0.25},
         *(NEMOTRON_H, {**NEMOTRON_H, "hybrid_layer_pattern": "M-M-"}, {**GRANITE_4, "softmax_scale": 0.3}),
+        *({**JAMBA, "hybrid_layer_pattern": one} for one in ("S-S-", "S-*-", "*-*-", "*-S-")),
+        {**JAMBA, **EXPERTS, "hybrid_layer_pattern": "*ESE", "moe_router_pre_softmax": True, "scan_bias": True},
         *(
             FALCON_H1,
             {**FALCON_H1, "softmax_scale": 0.3, "mixer_multipliers": (0.7, 1.3), "mlp_multipliers": (0.9, 2.0)},
@@ -259,6 +272,10 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
         (
             {"model_type": "mamba2", "num_heads": 4, "head_dim": 7, "n_groups": 1, "state_size": 4},
             "num_heads 4 x head_dim 7 is not expand 2 x hidden_size 16",
+        ),
+        (
+            {"model_type": "jamba", "attn_layer_offset": 2, "attn_layer_period": 2},
+            "attn_layer_offset 2 is not below attn_layer_period 2",
         ),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok 2 is above the number of experts, 1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] leave no layer with experts"),
