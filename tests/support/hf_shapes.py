@@ -655,6 +655,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "aria_text", **_DECODER, "moe_num_experts": 6, "moe_topk": 3, "intermediate_size": 32},
         **{"attention_bias": True, "pad_token_id": None, **_UNTIED},
     },
+    "Flint": {
+        **{"model_type": "flint", **_DECODER, **_SHARED_EXPERT, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"mlp_only_layers": [0], "layer_types": ["full_attention", *["sliding_attention"] * 3], **_UNTIED},
+    },
+    "Flint with biases": {
+        **{"model_type": "flint", **_DECODER, **_SHARED_EXPERT, "num_hidden_layers": 4, "sliding_window": 9},
+        **{"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }
