@@ -663,6 +663,19 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "flint", **_DECODER, **_SHARED_EXPERT, "num_hidden_layers": 4, "sliding_window": 9},
         **{"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
     },
+    "nanochat": {"model_type": "nanochat", **_DECODER, "pad_token_id": None, "rope_theta": 700.0},
+    "nanochat with biases": {
+        **{"model_type": "nanochat", **_DECODER, "num_key_value_heads": 6, "head_dim": 8, "attention_bias": True},
+        **{"final_logit_softcapping": None, "pad_token_id": None},
+    },
+    "MiniCPM3": {
+        **{"model_type": "minicpm3", **_OF_YOUTU, "q_lora_rank": 20, "scale_emb": 3.0, "scale_depth": 1.1},
+        **{"dim_model_base": 24, "initializer_range": 0.02, **_UNTIED},
+    },
+    "MiniCPM3 without latents of queries": {
+        **{"model_type": "minicpm3", **_OF_YOUTU, "q_lora_rank": None, "v_head_dim": None, "initializer_range": 0.02},
+        **{"scale_emb": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

@@ -300,7 +300,7 @@ class ModelConfig:
         choices=("all", "weight", "none"),
         needs={
             fewer: [
-                Need("normalization", "LayerNorm", "LayerNorm"),
+                *([Need("normalization", "LayerNorm", "LayerNorm")] if fewer == "weight" else []),
                 Need("norm_position", "before", "norms before attention and MLP"),
                 Need("transformer_impl", "local", "layers of this program's own"),
             ]
