@@ -244,7 +244,7 @@ def _build_chunk(
             config=transformer_config,
             transformer_layer_spec=spec,  # pyright: ignore[reportArgumentType]
             vocab_size=model.padded_vocab_size,
-            max_sequence_length=model.max_position_embeddings,
+            max_sequence_length=model.position_embedding_offset + model.max_position_embeddings,
             pre_process=stage == 0 and chunk == 0,
             post_process=stage == stages - 1 and chunk == chunks - 1,
             fp16_lm_cross_entropy=False,
@@ -268,6 +268,8 @@ def _build_chunk(
     _multiply_outputs(gpt, model)
     if gpt.pre_process and model.embed_layernorm:
         _normalize_embeddings(gpt, model)
+    if gpt.pre_process and model.position_embedding_offset:
+        gpt.embedding.position_embeddings.register_forward_pre_hook(partial(_shifted, model.position_embedding_offset))
     multiply_in_fp8(gpt, config, pg_collection)
     keep_gathered(gpt, config)
     recomputes, compiles = config.training.recompute_granularity == "full", config.training.torch_compile
@@ -298,6 +300,11 @@ def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
         modules.append((model.logits_multiplier, gpt.decoder.final_layernorm))
     for factor, module in modules:
         module.register_forward_hook(partial(_multiplied, factor))
+
+
+def _shifted(rows: int, _table: torch.nn.Module, positions: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """Return the rows of the table of these positions, whose first is after `rows` others (a forward pre-hook)."""
+    return (positions[0] + rows,)
 
 
 def _normalize_embeddings(gpt: GPT, model: ModelConfig) -> None:

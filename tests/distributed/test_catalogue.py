@@ -78,6 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "none",
     },
 }
+MODELS["OPT"] = {"relu": True, "position_embedding_offset": 2}
 MODELS["OLMo-2"] = OLMO2
 MODELS["latents"] = LATENTS
 MODELS["latents of keys alone, biases"] = {**LATENTS, "q_lora_rank": None, "disable_bias_linear": False}

@@ -220,6 +220,8 @@ CHANGES: dict[str, tuple[str, str]] = {
     "moe_router_sparsemixer_eps": ("experts", "--moe-router-sparsemixer-eps 0.3"),
     "attention_output_gate_over": ("plain", "--attention-output-gate --attention-output-gate-over head"),
     "qkv_clip": ("plain", "--qkv-clip 0.1"),
+    "relu": ("plain", "--relu"),
+    "position_embedding_offset": ("plain", "--position-embedding-offset 2"),
     "squared_relu": ("plain", "--squared-relu"),
     "openai_gelu": ("plain", "--openai-gelu"),
     "normalization": ("plain", "--normalization RMSNorm"),

@@ -672,9 +672,28 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "minicpm3", **_OF_YOUTU, "q_lora_rank": 20, "scale_emb": 3.0, "scale_depth": 1.1},
         **{"dim_model_base": 24, "initializer_range": 0.02, **_UNTIED},
     },
+    "MiniCPM3 with longrope": {
+        **{"model_type": "minicpm3", **_OF_YOUTU, "scale_emb": 0.3, "initializer_range": 0.02, **_UNTIED},
+        "rope_scaling": {
+            **{"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.2, 3.0, 9.0, 9.0]},
+            **{"original_max_position_embeddings": 40, "factor": 4.0},
+        },
+    },
     "MiniCPM3 without latents of queries": {
         **{"model_type": "minicpm3", **_OF_YOUTU, "q_lora_rank": None, "v_head_dim": None, "initializer_range": 0.02},
         **{"scale_emb": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
+    },
+    "OPT": {
+        **{"model_type": "opt", **_PLAIN, "ffn_dim": 100, "max_position_embeddings": 80, "pad_token_id": None},
+        "intermediate_size": None,
+    },
+    "Galactica": {
+        **{"model_type": "opt", **_PLAIN, "ffn_dim": 60, "enable_bias": False, "activation_function": "gelu"},
+        **{"layer_norm_elementwise_affine": False, "pad_token_id": None, "intermediate_size": None, **_UNTIED},
+    },
+    "BioGPT": {"model_type": "biogpt", **_PLAIN, "pad_token_id": None, **_UNTIED},
+    "BioGPT without a scale": {
+        **{"model_type": "biogpt", **_PLAIN, "pad_token_id": None, "scale_embedding": False, "hidden_act": "gelu_new"},
     },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},

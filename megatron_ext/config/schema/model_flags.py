@@ -70,6 +70,15 @@ class ModelConfig:
         resume="shape",
         at_least=1,
     )
+    position_embedding_offset: int = option(
+        0,
+        "Rows of the learned position table, besides --max-position-embeddings, before the first position's: 2 in OPT.",
+        resume="shape",
+        at_least=0,
+        read_with=ReadWith(
+            "position_embedding_type", "there are no learned positions", only=("learned_absolute", None)
+        ),
+    )
     position_embedding_type: str = option(
         "learned_absolute",
         "How positions enter the model; yarn is rope with --rope-type yarn.",
@@ -290,6 +299,7 @@ class ModelConfig:
         resume="shape",
         needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
     )
+    relu: bool = option(False, "ReLU activation in the MLP, without a gate.", resume="function")
     squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
     openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
     normalization: str = option("LayerNorm", "Kind of norm.", resume="shape", choices=("LayerNorm", "RMSNorm"))

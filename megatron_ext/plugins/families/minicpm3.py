@@ -15,8 +15,11 @@ _BASE, _DEPTH, _EMBEDDING = "dim_model_base", "scale_depth", "scale_emb"
 
 def _read(reading: Reading) -> dict[str, Any]:
     hidden, heads = reading.integer("hidden_size"), reading.integer("num_attention_heads")
-    sized = reading.changed(v_head_dim=reading.integer("v_head_dim", max(hidden // heads, 1)))
-    values = latents.latent_values(sized)
+    sized = reading.changed(
+        v_head_dim=reading.integer("v_head_dim", max(hidden // heads, 1)),
+        head_dim=reading.integer("head_dim", reading.integer("qk_rope_head_dim")),
+    )
+    values = latents.latent_values(sized, ("yarn", "longrope"))
     branches = reading.number(_DEPTH, 1.4) / math.sqrt(values["num_layers"])
     return {
         **values,

@@ -32,7 +32,6 @@ _REASONS: dict[str, tuple[str, int]] = {
     "longcat_flash": ("some experts compute nothing", 136),
     "mamba": (_SELECTIVE_SCAN, 213),
     "minimax": ("lightning attention takes the place of attention in some layers", 125),
-    "opt": ("its MLP is ReLU, and its table of positions has two rows more", 53),
     "zamba": ("one block of attention serves several layers", 738),
     "zamba2": ("one block of attention serves several layers", 1019),
 }

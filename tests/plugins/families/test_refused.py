@@ -30,7 +30,6 @@ _THERE = {
     "longcat_flash": "config.zero_expert_num",
     "mamba": "discrete_A = torch.exp(A",
     "minimax": "class MiniMaxLightningAttention",
-    "opt": "self.offset = 2",
     "zamba": "shared_transf: ZambaAttentionDecoderLayer",
     "zamba2": "shared_transformer: Zamba2AttentionDecoderLayer",
 }
