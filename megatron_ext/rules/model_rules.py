@@ -281,8 +281,9 @@ def longrope_has_a_factor_for_each_pair(config: Config, facts: Facts) -> Iterato
     model = config.model
     if model.rope_type != "longrope" or not positive(model.num_layers, model.kv_channels):
         return
-    tables = (kind.rotary_table for kind, _ in stack(config).kinds)
-    pairs = next((rotary.channels(size) // 2 for rotary, size in filter(None, tables) if rotary.scaling), 0)
+    rotated = (kind.attention for kind, _ in stack(config).kinds if kind.rotary_table is not None)
+    found = (one.rotary.channels(one.rotary_size) // 2 for one in rotated if one.rotary is not None)
+    pairs = next(found, int(model.kv_channels * model.rotary_percent) // 2)
     for name in ("short", "long"):
         factors: tuple[float, ...] | None = getattr(model, f"longrope_{name}_factor")
         if factors is None or len(factors) != pairs or min(factors) <= 0:

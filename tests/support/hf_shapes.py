@@ -661,7 +661,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Flint with biases": {
         **{"model_type": "flint", **_DECODER, **_SHARED_EXPERT, "num_hidden_layers": 4, "sliding_window": 9},
-        **{"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        **{"attention_bias": True, "num_key_value_heads": 1, "norm_topk_prob": False, **_UNTIED},
     },
     "nanochat": {"model_type": "nanochat", **_DECODER, "pad_token_id": None, "rope_theta": 700.0},
     "nanochat with biases": {
@@ -694,6 +694,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "BioGPT": {"model_type": "biogpt", **_PLAIN, "pad_token_id": None, **_UNTIED},
     "BioGPT without a scale": {
         **{"model_type": "biogpt", **_PLAIN, "pad_token_id": None, "scale_embedding": False, "hidden_act": "gelu_new"},
+    },
+    "Kolibri": {
+        **{"model_type": "kolibri1", **_DECODER, **_SHARED_EXPERT, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"layer_types": ["full_attention", *["sliding_attention"] * 3], "intermediate_size": None, **_UNTIED},
+    },
+    "Kolibri with windows alone": {
+        **{"model_type": "kolibri1", **_DECODER, **_SHARED_EXPERT, "layer_types": ["sliding_attention"] * 2},
+        **{"sliding_window": 9, "norm_topk_prob": True, "num_key_value_heads": 1, "intermediate_size": None},
+    },
+    "dots.llm1, unnormalized": {
+        **{"model_type": "dots1", **_DECODER, **_EXPERTS, "num_hidden_layers": 4, "max_window_layers": 4},
+        **{"norm_topk_prob": False, "pad_token_id": None, **_UNTIED},
     },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},

@@ -579,6 +579,13 @@ class ModelConfig:
         "that had fewer tokens of the global batch than the mean.",
         resume="shape",
     )
+    moe_router_bias_of: str = option(
+        "scores",
+        "Numbers to which the bias of --moe-router-enable-expert-bias is added: the scores, or the router's logits.",
+        resume="function",
+        choices=("scores", "logits"),
+        read_with=ReadWith("moe_router_enable_expert_bias", "without --moe-router-enable-expert-bias there is no bias"),
+    )
     moe_router_bias_update_rate: float = option(
         1e-3,
         "How far a step moves the bias of an expert.",
@@ -608,6 +615,16 @@ class ModelConfig:
         read_with=(
             _EXPERTS,
             ReadWith("moe_router_score_function", "the scores of experts are no softmax", only=("softmax",)),
+        ),
+        dropped_unread=True,
+    )
+    moe_router_unnormalized: bool = option(
+        False,
+        "Weigh the experts of a token by their scores as they are, and not divided by their sum.",
+        resume="function",
+        read_with=(
+            _EXPERTS,
+            ReadWith("moe_router_score_function", "a softmax is whole", only=("sigmoid", "sqrtsoftplus")),
         ),
         dropped_unread=True,
     )

@@ -354,7 +354,7 @@ def test_the_text_model_of_llama_4_is_read_from_inside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "change", "problem"),
     [
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is false, only true is supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is true, which transformers does not read; leave it"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is noaux_tc; supported are"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list has other layers than 1"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8, only 0 is supported"),
