@@ -21,6 +21,9 @@ Branch = tuple[torch.Tensor, torch.Tensor | None]
 """Result of a part: its output, and a bias that is still to be added."""
 
 
+_PARTS = ("self_attention", "mlp")
+
+
 class ResidualLayer(TransformerLayer):
     """Computes x + after(attention(before(x))), then x + after(MLP(before(x))), with dropout on both branches; or in
     parallel x + (attention(before(x)) + MLP(before'(x))) (PaLM, arXiv:2204.02311, section 2), with dropout on the sum,
@@ -36,6 +39,7 @@ class ResidualLayer(TransformerLayer):
 
     Args:
         norm_after: builds the norms after attention and MLP; None where there are none.
+        normed_after: names of the modules that have such a norm after them, `self_attention` and `mlp`.
         is_parallel: whether attention and MLP read the same residual stream; through one norm, where only attention
             has one.
     """
@@ -45,6 +49,7 @@ class ResidualLayer(TransformerLayer):
         config: TransformerConfig,
         *positional: Any,
         norm_after: NormBuilder | None = None,
+        normed_after: tuple[str, ...] = (),
         is_parallel: bool = False,
         **settings: Any,
     ) -> None:
@@ -58,8 +63,8 @@ class ResidualLayer(TransformerLayer):
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if norm_after is not None:
             sizes = config, config.hidden_size, config.layernorm_epsilon
-            alone = (isinstance(part, IdentityOp) for part in (parts.self_attention, parts.mlp))
-            norms = (None if is_none else norm_after(*sizes) for is_none in alone)
+            has = (name in normed_after and not isinstance(getattr(parts, name), IdentityOp) for name in _PARTS)
+            norms = (norm_after(*sizes) if is_there else None for is_there in has)
             self.post_self_attn_layernorm, self.post_mlp_layernorm = norms
 
     def read_ahead(self, following: "ResidualLayer") -> None:

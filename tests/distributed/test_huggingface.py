@@ -272,7 +272,7 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
                 *("Solar Open", "Granite with a shared expert", "Hy3", "K-EXAONE", "AFM with experts", "Mellum"),
-                *("Hunyuan with experts", "Flint", "Kolibri", "dots.llm1, unnormalized"),
+                *("Hunyuan with experts", "Flint", "Kolibri", "dots.llm1, unnormalized", "A.X-K1"),
             )
         ),
     ],

@@ -707,6 +707,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "dots1", **_DECODER, **_EXPERTS, "num_hidden_layers": 4, "max_window_layers": 4},
         **{"norm_topk_prob": False, "pad_token_id": None, **_UNTIED},
     },
+    "A.X-K1": {
+        **{"model_type": "axk1", **_OF_YOUTU, **_OF_NEMOTRON, "num_key_value_heads": 6, "q_lora_rank": 20},
+        **{"n_shared_experts": 2, **_UNTIED},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

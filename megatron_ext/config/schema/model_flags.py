@@ -320,9 +320,10 @@ class ModelConfig:
     norm_position: str = option(
         "before",
         "Whether norms stand before attention and MLP, after them, on what they add to the residual stream, or both; "
-        "after-attention: after them in layers with attention, before them in the others.",
+        "after-attention: after them in layers with attention, before them in the others; after-experts: before them, "
+        "and after experts.",
         resume="shape",
-        choices=("before", "after", "both", "after-attention"),
+        choices=("before", "after", "both", "after-attention", "after-experts"),
     )
     parallel_residual: str = option(
         "none",

@@ -25,7 +25,7 @@ def _read(reading: Reading) -> dict[str, Any]:
     values = unnormalized(shared.plain_values(reading, *_KEYS))
     width, activation = values["hidden_size"], reading.get(_ACTIVATION, "relu")
     shared.refuse_others(reading, {**_USUAL, "word_embed_proj_dim": width})
-    reading.understand("init_std", "prefix")
+    reading.understand("prefix")
     if str(activation) not in _ACTIVATIONS:
         reading.problems.append(f"{_ACTIVATION} is {json.dumps(activation)}; supported are {', '.join(_ACTIVATIONS)}")
     relu, tanh = _ACTIVATIONS.get(str(activation), (True, False))

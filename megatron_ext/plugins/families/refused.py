@@ -11,7 +11,6 @@ _REASONS: dict[str, tuple[str, int]] = {
         "every token of a prompt attends to all of it, later ones too, and attention here is causal",
         257,
     ),
-    "axk1": ("what experts give is normalized, and what layers with an MLP give is not", 239),
     "axk2": ("queries and gates are made of the latents before and after their norm, which has gates itself", 589),
     "bailing_hybrid": (
         "the decay of its delta rule is a bounded sigmoid, and latent attention has gates",

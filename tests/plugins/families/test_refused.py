@@ -15,7 +15,6 @@ _THERE = {
     "aya_vision": "logits = self.lm_head(",
     "cohere2_vision": "logits = self.lm_head(",
     "paligemma": "bidirectionally in prefix",
-    "axk1": "return self.post_mlp_layernorm(",
     "axk2": "self.q_gate_proj(torch.cat([q_resid, q_compressed]",
     "bailing_hybrid": "self.lower_bound * torch.sigmoid(",
     "cohere2_moe": "(final_hidden_states + shared_expert_output) / 2",
