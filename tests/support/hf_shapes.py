@@ -711,6 +711,25 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "axk1", **_OF_YOUTU, **_OF_NEMOTRON, "num_key_value_heads": 6, "q_lora_rank": 20},
         **{"n_shared_experts": 2, **_UNTIED},
     },
+    "Cohere Compass": {
+        **{"model_type": "cohere_compass_text", **_DECODER, "num_hidden_layers": 4},
+        **{"layer_types": [*["sliding_attention"] * 3, "full_attention"], "sliding_window": 6, "logit_scale": 0.3},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [2, 1, 1]},
+            "full_attention": None,
+        },
+        **{"pad_token_id": None, **_UNTIED},
+    },
+    "Cohere Compass with two bases": {
+        **{"model_type": "cohere_compass_text", **_DECODER, "attention_bias": True},
+        **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "pad_token_id": None},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "full_attention": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 700.0},
+            },
+        },
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

@@ -240,7 +240,7 @@ def _some_layers(reading: Reading) -> dict[str, Any]:
     step = reading.integer("decoder_sparse_step", 1)
     dense = reading.integers("mlp_only_layers", len(layer_numbers(reading)))
     mixtures = [(number + 1) % step == 0 and number not in dense for number in layer_numbers(reading)]
-    if not any(mixtures):
+    if not any(mixtures) and reading.is_readable:
         reading.problems.append(f"decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
     return {"moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
 
@@ -279,6 +279,4 @@ WHOLE_MIXTURE: Keys = experts("num_experts", "intermediate_size", "norm_topk_pro
 SPARSE_LAYERS: Keys = (_some_layers, _dense_layers)
 """Qwen's keys of the layers that have experts."""
 
-SPARSE_MIXTURE: Keys = keys(
-    SPARSE_LAYERS, experts("num_experts", "moe_intermediate_size", "norm_topk_prob")
-)
+SPARSE_MIXTURE: Keys = keys(SPARSE_LAYERS, experts("num_experts", "moe_intermediate_size", "norm_topk_prob"))

@@ -22,6 +22,7 @@ quiet_transformers()
 _CHOSEN = {
     "qwen2": "Qwen2 with windows",
     "flint": "Flint with biases",
+    "cohere_compass_text": "Cohere Compass with two bases",
     "deepseek_v3": "DeepSeek-V3",
     "deepseek_v2": "DeepSeek-V2",
     "falcon": "Falcon 11B",
@@ -42,7 +43,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 _LEFT_OUT = {
     **{"gemma3_text": "layer_types", "ministral": "layer_types", "smollm3": "no_rope_layers", "gpt2": "n_inner"},
-    **{"glm_moe_dsa": "mlp_layer_types", **dict.fromkeys(("mellum", "kolibri1"), "layer_types")},
+    **{"glm_moe_dsa": "mlp_layer_types", **dict.fromkeys(("mellum", "kolibri1", "cohere_compass_text"), "layer_types")},
 }
 """Keys of these models that hide another one, or whose list another number of layers would contradict."""
 
@@ -89,6 +90,7 @@ _OF_OTHER_SETTINGS = {
     "gpt_bigcode": {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"},
     "gpt_neo": {"classifier_dropout"},
     "biogpt": {"layer_norm_eps"},
+    "cohere_compass_text": {"pooling", "sliding_window"},
     "hy_v3": {"enable_moe_fp32_combine"},
     "mellum": {"mtp_layer_types", "mtp_mlp_layer_types", "sliding_window"},
     "codegen": {"n_ctx"},
