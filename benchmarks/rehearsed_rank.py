@@ -35,7 +35,7 @@ from megatron_ext.sharding.scheme import Sharding
 from megatron_ext.train.build import build_loaders, seed_dropout
 from megatron_ext.train.configure import configure
 from megatron_ext.train.datasets import record_of_run
-from megatron_ext.train.run import TrainState
+from megatron_ext.train.state import TrainState
 
 
 @dataclass(frozen=True)

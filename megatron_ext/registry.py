@@ -43,7 +43,7 @@ EXTENSION_POINTS = {
     "rules": "rules of validation (rules/validate.py)",
     "saved_flags": "functions from a checkpoint of another program to its flags (checkpoint/native/resume.py)",
     "sinks": "functions from a run to what its metrics are written to (train/callbacks/standard.py)",
-    "warnings": "functions from typed values, configuration and facts to warnings (train/configure.py)",
+    "warnings": "functions from typed values, configuration and facts to warnings (rules/warnings.py)",
     "switches": "pairs of a field that turns on what a plugin does, and its values, None for any (rules/run_rules.py)",
     "translators": "functions that read a command line of another program (config/parse/command_line.py)",
 }
@@ -59,6 +59,9 @@ class Plugin:
     name: str
     needs: tuple[str, ...] = ()
     """Names of the plugins whose code it imports."""
+
+    page: str = ""
+    """Path of its page of the documentation, from the root of the distribution's sources."""
 
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Command of `megatron-ext` -> its module, which has `main(argv) -> exit code`, and one line of help."""

@@ -39,12 +39,12 @@ def main(argv: list[str]) -> int:
 
 def _of_run(folder: Path, iterations: list[int] | None, last: int | None) -> list[Path]:
     """Return checkpoints of one run."""
-    there = saved_iterations(folder)
-    wanted = there[-last:] if last else iterations or []
-    missing = [iteration for iteration in wanted if iteration not in there]
-    if missing or (last is not None and not 0 < last <= len(there)):
+    saved = saved_iterations(folder)
+    wanted = saved[-last:] if last else iterations or []
+    missing = [iteration for iteration in wanted if iteration not in saved]
+    if missing or (last is not None and not 0 < last <= len(saved)):
         asked = f"--iterations {missing[0]}" if missing else f"--last {last}"
-        listed = ", ".join(map(str, there)) or "none"
+        listed = ", ".join(map(str, saved)) or "none"
         raise ConfigurationError(f"--load {folder} does not hold {asked}; its checkpoints are {listed}")
     return [iteration_folder(folder, iteration) for iteration in wanted]
 

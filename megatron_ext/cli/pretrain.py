@@ -6,7 +6,6 @@ torchrun --nproc-per-node 8 -m megatron_ext pretrain --config run.yaml --save ch
 What only a run needs is imported by the functions that need it: `--help` waits for none of it.
 """
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -48,7 +47,7 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
     try:
         configured = configure_typed(typed, believing=True)
     except ConfigurationError:
-        status.save = _save_folder(argv)  # of the record
+        status.save = _save_folder(typed)  # of the record
         raise
     config = configured.config
     status.save = config.checkpoint.save
@@ -122,21 +121,20 @@ def _works(typed: "Typed", ranks: int) -> bool:
     return True
 
 
-def _save_folder(argv: Sequence[str]) -> str | None:
-    """Return the folder that --save names on the command line, emptied of the record of an earlier run; None where it
-    names none, for a dry run, and where another job is at work in it."""
-    values = [value for flag, value in itertools.pairwise([*argv, ""]) if flag == "--save"]
-    values += [word.partition("=")[2] for word in argv if word.startswith("--save=")]
-    if not values or not values[-1] or values[-1].startswith("-") or "--dry-run" in argv:
+def _save_folder(typed: "Typed") -> str | None:
+    """Return the folder of --save, emptied of the record of an earlier run; None without --save, for a dry run, and
+    where another job is at work in it."""
+    folder = typed.values.get("save")
+    if not folder or typed.dry_run:
         return None
     if environment.rank() == 0:
         from megatron_ext.checkpoint.native import lock
         from megatron_ext.resilience import exit_record
 
-        if lock.is_held(values[-1]):
+        if lock.is_held(folder):
             return None
-        exit_record.clear(values[-1])
-    return values[-1]
+        exit_record.clear(folder)
+    return folder
 
 
 def start(argv: Sequence[str], **own: Any) -> NoReturn:
@@ -150,7 +148,7 @@ def start(argv: Sequence[str], **own: Any) -> NoReturn:
     environment.take_ranks_of_mpi()
     if not _ANSWERED.isdisjoint(argv):
         read(argv)
-    from megatron_ext.resilience.launcher import watch_launcher
+    from megatron_ext.resilience.launcher_watch import watch_launcher
     from megatron_ext.resilience.process_end import RunStatus, end_process, run_guarded
 
     status = RunStatus(rank=environment.rank())

@@ -10,133 +10,21 @@ start, and the time to resume are the same for a thousand tokens and for a trill
 
 Unlike in megatron-core's order, a window holds documents that are neighbours in the file, and its borders are the same
 in every epoch: shuffle the documents before preprocessing, if they are sorted.
-
-Which source each sample of a blend comes from, by formula: nothing is stored, and any position is reached at once.
-
-    blend = Mixture((0.3, 0.7))
-    blend.source_at(10)      # (1, 7): sample 10 of the blend is sample 7 of source 1
-    blend.counts(10)     # [3, 7]: what the samples 0 to 9 took from each source
-
-The sources are the leaves of a balanced binary tree. A node with shares l and r of its samples has sent floor(n l / (l
-+ r) + 1/2) of its first n samples to the left, as Bresenham draws a line. The arithmetic is exact, with integers. Each
-level rounds by at most 1/2, so that for every n each source is within `Mixture.error` samples of its share.
-
-A permutation that is computed, not stored: shuffling in O(1) memory.
-
-    order = Permutation(122_000_000, b"seed 1234, epoch 0")
-    order(0), order(1), order(2)      # three of the numbers below 122 million; no other index gives them
-
-A Feistel network over a domain a x b that is at least as large as wanted, with a x b - size < a, and cycle walking: a
-result outside of the wanted range goes through the network again. Source: Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains" (CT-RSA 2002), the generalized Feistel cipher and the cycle-walking cipher. The round function is keyed
-BLAKE2b, the same on every machine.
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 
 from megatron_ext.data.integrity import Share, open_index
 from megatron_ext.data.mask import BEGINS, COUNTS, Mask
+from megatron_ext.data.mixture import Mixture
+from megatron_ext.data.permutation import Permutation
 from megatron_ext.data.samples import SampleWindow, Source
 from megatron_ext.data.stored import open_bin
 from megatron_ext.errors import DataError
-
-ROUNDS = 8
-"""Luby and Rackoff (1988) need 4 for a pseudorandom permutation of a large domain; small ones profit from more."""
-
-
-class Permutation:
-    """A bijection of the numbers from 0 to `size` - 1.
-
-    Args:
-        size: at least 1.
-        key: at most 64 bytes; another key is another order.
-    """
-
-    def __init__(self, size: int, key: bytes):
-        assert size >= 1
-        self.size = size
-        self._left = math.isqrt(size - 1) + 1
-        self._right = -(-size // self._left)
-        self._hash = hashlib.blake2b(key=key, digest_size=8)
-
-    def __call__(self, index: int) -> int:
-        """Return where `index`, from 0 to `size` - 1, goes. It takes on average 1 + 1 / sqrt(size) passes through the
-        network."""
-        assert 0 <= index < self.size
-        while True:
-            index = self._network(index)
-            if index < self.size:
-                return index
-
-    def _network(self, index: int) -> int:
-        right, left = divmod(index, self._left)
-        for number in range(0, ROUNDS, 2):
-            left = (left + self._round(number, right)) % self._left
-            right = (right + self._round(number + 1, left)) % self._right
-        return right * self._left + left
-
-    def _round(self, number: int, value: int) -> int:
-        state = self._hash.copy()
-        state.update((value << 8 | number).to_bytes(16, "little"))
-        return int.from_bytes(state.digest(), "little")
-
-
-class Mixture:
-    """A blend of sources.
-
-    Args:
-        weights: positive, one for each source; they need not sum up to 1. A float is taken as the decimal number that
-            it prints as.
-    """
-
-    def __init__(self, weights: Sequence[float]):
-        assert weights
-        assert all(weight > 0 for weight in weights)
-        shares = [Fraction(repr(weight)) for weight in weights]
-        scale = math.lcm(*(share.denominator for share in shares))
-        self._sums = [0]  # sum of the weights before each source, in units of 1 / scale
-        for share in shares:
-            self._sums.append(self._sums[-1] + int(share * scale))
-        self.error = math.ceil(math.log2(len(weights))) / 2
-        """Number of samples by which a source can differ from its share, at any position."""
-
-    def source_at(self, index: int) -> tuple[int, int]:
-        """Return the source of sample `index`, and the sample's number among the samples of this source."""
-        first, end = 0, len(self._sums) - 1
-        while end - first > 1:
-            middle = (first + end) // 2
-            before = self._to_the_left(index, first, middle, end)
-            if self._to_the_left(index + 1, first, middle, end) > before:
-                index, end = before, middle
-            else:
-                index, first = index - before, middle
-        return first, index
-
-    def counts(self, samples: int) -> list[int]:
-        """Return how many of the first `samples` samples come from each source."""
-        counts = [0] * (len(self._sums) - 1)
-
-        def share_out(samples: int, first: int, end: int) -> None:
-            if end - first == 1:
-                counts[first] = samples
-                return
-            middle = (first + end) // 2
-            left = self._to_the_left(samples, first, middle, end)
-            share_out(left, first, middle)
-            share_out(samples - left, middle, end)
-
-        share_out(samples, 0, len(counts))
-        return counts
-
-    def _to_the_left(self, samples: int, first: int, middle: int, end: int) -> int:
-        left, both = (self._sums[bound] - self._sums[first] for bound in (middle, end))
-        return (2 * samples * left + both) // (2 * both)
 
 
 class FormulaSource:

@@ -3,106 +3,21 @@
 A step names the samples it wants by position (`sampler`), so what a batch holds never depends on threads. While the
 step computes, background threads load the batch that will follow if the sizes stay as they are; when they change
 (batch-size ramp-up, evaluation, a resume) the guess is dropped and the batch is loaded on the spot.
-
-Samples that will be needed are read ahead, many at the same time: a store answers late, but to many at once.
-
-    dataset = ReadAhead(dataset)
-    dataset.will_need([17, 4, 99])      # returns at once
-    dataset[17]                         # waits for what is missing of it, if anything is
-
-Which samples a step uses: pure functions of how many samples were consumed before it.
-
-Nothing is stored and nothing is drawn, so a run resumes at any sample, with any number of data-parallel ranks. The
-order is Megatron's: microbatch m of a step covers the next micro_batch_size x data_parallel_size samples, and rank r
-takes the r-th slice of them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from megatron_ext.data.microbatch import WHOLE, Batch, StageView, collate, divide, padding_sample
+from megatron_ext.data.read_ahead import STEPS, ReadAhead
+from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.data.samples import SampleDataset
 from megatron_ext.data.skipped import NOTHING, SkippedSamples
 from megatron_ext.data.threads import DaemonThreads
 from megatron_ext.errors import DataError, TrainingError
-
-
-def microbatch_sample_ids(
-    consumed_samples: int,
-    microbatch: int,
-    *,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    end: int | None = None,
-) -> list[int | None]:
-    """Return the samples of one microbatch on one data-parallel rank.
-
-    Args:
-        consumed_samples: samples that all ranks used before this step.
-        microbatch: its number in the step, from 0.
-        micro_batch_size: samples in one microbatch of one rank.
-        dp_rank: this data-parallel rank, below `dp_size`.
-        dp_size: number of data-parallel ranks.
-        end: first sample that must not be used, or None where there is no end.
-
-    Returns:
-        `micro_batch_size` sample ids. None stands for a place past the end, which is filled by a sample that no loss
-        counts: every rank and every microbatch keeps its shape in the last batch of an evaluation.
-    """
-    assert 0 <= dp_rank < dp_size
-    first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
-    return [i if end is None or i < end else None for i in range(first, first + micro_batch_size)]
-
-
-THREADS = 32
-"""Samples that are read at the same time."""
-
-STEPS = 4
-"""Steps that are read ahead."""
-
-
-class ReadAhead:
-    """A map-style dataset over another one.
-
-    Args:
-        dataset: where the samples come from; reading from it is safe in several threads.
-        threads: number of samples to read at the same time.
-    """
-
-    def __init__(self, dataset: SampleDataset, threads: int = THREADS):
-        self._dataset = dataset
-        self._threads = DaemonThreads(threads, "read-ahead")
-        self._coming: dict[int, Future[Mapping[str, Any]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def will_need(self, indices: Iterable[int]) -> None:
-        """Begin to read these samples, in this order; samples read ahead that are not among them are dropped."""
-        wanted = [index for index in indices if index < len(self._dataset)]
-        kept = {index: self._coming[index] for index in wanted if index in self._coming}
-        for index, future in list(self._coming.items()):
-            if index not in kept:
-                future.cancel()
-        self._coming = kept
-        for index in wanted:
-            if index not in kept:
-                kept[index] = self._threads.submit(lambda index=index: self._dataset[index])
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        future = self._coming.get(index)
-        # One that was dropped in the meantime is read on the spot.
-        return self._dataset[index] if future is None or future.cancelled() else future.result()
-
-    def close(self) -> None:
-        """End the threads."""
-        self._coming = {}
-        self._threads.close()
-
 
 ANOTHER_TOKENIZER = (
     "Was the data made with another tokenizer than --tokenizer-type and --tokenizer-model name? Run "

@@ -15,50 +15,24 @@ others. The token then is the prefix of all keys. A name begins with the number 
 that all see where a launch has told them different ones.
 
 Under other launchers the ranks agree, too, although their store is new: who does not come is named.
-
-Ranks of one machine talk over its loopback interface, so that nothing of a run listens to the network.
-
-By default torch's store listens on every interface, and gloo and NCCL on the one that the machine's name leads to. Who
-reaches these can end a run, or change it: none of the three authenticates who connects.
 """
 
 import errno
-import ipaddress
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import MutableMapping
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_ext.errors import ConfigurationError, PeerLostError
+from megatron_ext.parallel.loopback import LOOPBACK, is_one_machine
 
-LOOPBACK = "127.0.0.1"
-_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TO_REPORT = 1.0  # seconds in which torch says itself that the time is over
-
-
-def is_one_machine(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Return whether all ranks are on this machine: by torchrun's count of them, else by the address of rank 0."""
-    local, world = environment.get("LOCAL_WORLD_SIZE"), environment.get("WORLD_SIZE")
-    if local is not None and world is not None:
-        return local == world
-    # A Kubernetes operator may tell the first rank localhost, and the others its name.
-    return _is_loopback(environment.get("MASTER_ADDR", "")) and "KUBERNETES_SERVICE_HOST" not in environment
-
-
-def keep_to_this_machine(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let gloo and NCCL use the loopback interface, if all ranks are here and the user has named no other."""
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if not names or not is_one_machine(environment):
-        return
-    for variable in _VARIABLES:
-        environment.setdefault(variable, names[0])
 
 
 def open_store(timeout: timedelta) -> tuple[Store, int, int]:
@@ -140,13 +114,6 @@ def _opened(timeout: timedelta) -> tuple[Store, int, int]:
         master_listen_fd=listening.detach(),
     )
     return store, rank, size
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 _TOKEN = "token"

@@ -7,28 +7,16 @@ that the run was stopped, and end as it did, at once.
 The place is the folder that torchrun makes for a launch, with a random name, for its ranks' error files
 (TORCHELASTIC_ERROR_FILE is `LAUNCH/attempt_N/LOCAL_RANK/error.json`). A new launch has a new folder and trains on.
 Where there is no such folder (another launcher, or torchrun's `--log-dir /dev/null`) nothing is remembered.
-
-A rank ends when its torchrun is gone: no other process could restart it, stop it, or serve its store.
-
-torchrun ends its ranks when it ends, unless it is killed (SIGKILL, the kernel when memory is short). They would then
-wait for their peers or the store until a timeout, or train on unattended. A thread looks after the process, so that
-a rank that hangs in a collective or in C++ code ends too.
 """
 
 import contextlib
 import json
 import os
-import re
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megatron_ext import environment
-from megatron_ext.errors import PeerLostError, StoppedBefore, StoppedBySignal
-from megatron_ext.resilience.process_end import RunStatus, end_from_thread
+from megatron_ext.errors import StoppedBefore, StoppedBySignal
 from megatron_ext.untrusted.text import load_json, read_file
 
 _LARGEST = 1 << 20  # bytes of a note
@@ -96,58 +84,3 @@ def _read(name: str) -> dict[str, Any] | None:
 def _folder() -> Path | None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[2] if error_file and len(Path(error_file).parents) > 2 else None
-
-
-_SECONDS_BETWEEN_LOOKS = 0.5
-
-
-def watch_launcher(status: RunStatus) -> None:
-    """Start to look after the torchrun process that started this one; does nothing under other launchers.
-
-    When it is gone, the rank reports so, and ends with exit code 76 together with its helper processes, without a
-    save. A process that a user starts from a shell may outlive the shell: only torchrun's ranks are watched.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    agent = _agent()
-    if agent is None and os.getppid() != 1:
-        return  # started by something else that set torchrun's variables
-    threading.Thread(target=_watch, args=(agent, status), name="launcher watch", daemon=True).start()
-
-
-def _watch(agent: psutil.Process | None, status: RunStatus) -> None:
-    while agent is not None and _lives(agent):
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    who = "" if agent is None else f", process {agent.pid}"
-    where = f"at iteration {status.iteration}" if status.iteration is not None else "before the first step"
-    end_from_thread(
-        f"the launcher (torchrun{who}) is gone {where}, killed without a word to its ranks; nothing was saved. Look "
-        "for what killed it (the kernel's log, the scheduler's), and start again with --load.",
-        PeerLostError.exit_code,
-        status,
-    )
-
-
-def _agent() -> psutil.Process | None:
-    """Return torchrun's process: the nearest ancestor that runs Python, since a shell script may lie between."""
-    try:
-        ancestors = psutil.Process().parents()
-    except psutil.Error:
-        return None
-    return next((ancestor for ancestor in ancestors if _runs_python(ancestor)), None)
-
-
-def _runs_python(process: psutil.Process) -> bool:
-    try:
-        return re.match(r"python|pypy", os.path.basename(process.exe()), re.IGNORECASE) is not None
-    except (psutil.Error, OSError):
-        return False
-
-
-def _lives(process: psutil.Process) -> bool:
-    """Return whether the process still runs; a killed process that its parent has not waited for does not, nor does
-    another process with its id."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron_ext.sharding.ddp import WritingDataParallel
 from megatron_ext.sharding.fsdp2 import TorchFSDP
 from megatron_ext.sharding.megatron_fsdp import MegatronFSDPChunk
 from megatron_ext.sharding.scheme import Sharding
+from megatron_ext.sharding.written_gradients import WritingDataParallel
 
 
 def poisoned(scheme: Sharding) -> Sharding:

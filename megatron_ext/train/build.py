@@ -49,7 +49,8 @@ from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.datasets import datasets_of_run, record_of_run, samples_of_run, tokenizer_of_run
 from megatron_ext.train.extensions import NONE, OWN_IDS, Extensions
 from megatron_ext.train.gradient_watch import GradientWatch
-from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run, TrainState
+from megatron_ext.train.run import HeldOut, HeldOutPart, Loaders, Run
+from megatron_ext.train.state import TrainState
 from megatron_ext.train.table_runtime import TableRuntime
 
 
@@ -206,8 +207,8 @@ def build_loaders(
     datasets = datasets_of_run(config, tokenizer, resume, extensions)
     wanted = samples_of_run(config).valid
     assert datasets.train is not None
-    there = [one for one in (datasets.train, datasets.valid, datasets.test) if one is not None]
-    from_store = any(is_url(source.name) for one in there for source in one.sources)
+    given = [one for one in (datasets.train, datasets.valid, datasets.test) if one is not None]
+    from_store = any(is_url(source.name) for one in given for source in one.sources)
 
     def loader(
         dataset: SampleDataset, micro_batch_size: int, describe: Callable[[int], str], skipped: SkippedSamples = NOTHING

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,39 +14,28 @@ from megatron_ext import environment
 from megatron_ext.checkpoint.native.checkpoint_folder import load_problem
 from megatron_ext.checkpoint.native.extra_files import kept_tokenizer
 from megatron_ext.checkpoint.native.resume import Resume, Search, look
-from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived import newton_schulz
-from megatron_ext.config.derived.batch_size import samples_at_iteration, training_steps
-from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
-from megatron_ext.config.derived.optimizers import traits_of
+from megatron_ext.config.derived.batch_size import training_steps
+from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
 from megatron_ext.config.parse.arguments import Typed
 from megatron_ext.config.parse.blend import missing_paths
 from megatron_ext.config.parse.command_line import read
-from megatron_ext.config.parse.options import flag_of, names_by_resume, options, options_by_name
+from megatron_ext.config.parse.options import names_by_resume
 from megatron_ext.config.parse.paths import path_problems
 from megatron_ext.config.parse.saved import adopt, shapes_and_function
 from megatron_ext.config.parse.stages import Stage, at_iteration, largest, read_stages
-from megatron_ext.config.resolve import Facts, graph_obstacles, resolve
+from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.data_flags import DataConfig
 from megatron_ext.data.skipped import skipped_samples
 from megatron_ext.device.graph_support import uncapturing_torch
 from megatron_ext.device.hardware_queues import shows_gpu
-from megatron_ext.errors import ConfigurationError, DataError, listed
-from megatron_ext.optim.curves import (
-    LearningRateCurve,
-    WeightDecayCurve,
-    goes_on,
-    learning_rate,
-    run_samples,
-    weight_decay,
-)
-from megatron_ext.parts.experts.describe import GROUPED_ALIGNMENT
-from megatron_ext.parts.stack import layers
+from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.registry import brought
 from megatron_ext.rules.validate import problems
+from megatron_ext.rules.warnings import warnings_of
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.train.dry_run_assumptions import assumed_facts
+from megatron_ext.train.resumed_curves import other_curves
 
 _OPTIONAL_PACKAGES = ("apex", "comet_ml", "fla", "mlflow", "trackio", "transformer_engine", "wandb")
 
@@ -151,7 +140,7 @@ def _configured(
         config = resolve(values, of_stage)
         found = [
             *path_problems(stage.values),
-            *(problems(config, of_stage) or _other_curves(config, of_stage, max(begun, stage.first))),
+            *(problems(config, of_stage) or other_curves(config, of_stage, max(begun, stage.first))),
         ]
         refusals |= dict.fromkeys(stage.named + text for text in typed.as_typed(found))
         made.append((stage, values, of_stage, config))
@@ -167,8 +156,7 @@ def _configured(
     ends = [one.first for one in stages[chosen + 1 :] if one.first < steps]
     warnings = (
         *typed.warnings,
-        *typed.as_typed(warnings_of_flags(typed, config, facts)),
-        *_other_seed(config, facts),
+        *typed.as_typed(warnings_of(typed.values, config, facts)),
         *_forgetful_restarts(config),
     )
     typed = replace(typed, warnings=warnings)
@@ -191,116 +179,6 @@ def next_stage(configured: Configured) -> Configured:
     search = look(values)
     resume = None if search is None else search.resume
     return _configured(replace(configured.command_line, values=values), search, resume)
-
-
-def warnings_of_flags(typed: Typed, config: Config, facts: Facts) -> list[str]:
-    """Return a warning for each flag that, together with the other flags, has no effect or has a side effect."""
-    warnings = []
-    layout = config.layout
-    if layout.context_parallel_size > 1 and "cp_comm_type" not in typed.values and layout.cp_comm_type == ("a2a",):
-        warnings.append(
-            f"--attention-dropout {config.model.attention_dropout:g} with context parallelism: ranks exchange heads "
-            "(--cp-comm-type a2a), for the blocks of a ring have no dropout; --attention-dropout 0 keeps the ring"
-        )
-    if config.checkpoint.use_checkpoint_args and facts.saved is None:
-        warnings.append(
-            f"--use-checkpoint-args changes nothing here: --load {config.checkpoint.load} holds no flags of a "
-            "checkpoint, and the model is that of the command line"
-        )
-    if config.model.no_position_embedding:
-        warnings.append(
-            "--no-position-embedding changes nothing with --position-embedding-type rope: the rotary positions stay, "
-            "and there is no learned table in any case"
-        )
-    divide = max(layout.tensor_model_parallel_size, layout.expert_tensor_size) > 1
-    optimizer = config.optimizer
-    if divide and optimizer.muon_tp_mode == "blockwise":
-        warnings.append(
-            "--muon-tp-mode blockwise updates the part of a matrix that a rank has as a matrix of its own: the curve "
-            "is another than on one rank; --muon-tp-mode duplicated keeps it"
-        )
-    by_muon = "muon_scale_mode" in traits_of(optimizer).flags
-    steps, kind = optimizer.muon_num_ns_steps, optimizer.muon_coefficient_type
-    if by_muon and (reason := newton_schulz.mismatch(kind, steps)) is not None:
-        made_for = newton_schulz.made_for(kind)
-        warnings.append(
-            f"--muon-coefficient-type {kind} with --muon-num-ns-steps {steps}: its list is {reason}; "
-            f"--muon-num-ns-steps {made_for} takes all of it"
-        )
-    if config.model.use_mup and by_muon and optimizer.muon_scale_mode == "spectral":
-        warnings.append(
-            "--muon-scale-mode spectral makes Muon's updates larger as matrices get wider, so that the best learning "
-            "rate falls despite --use-mup; --muon-scale-mode unit_rms_norm keeps it"
-        )
-    if config.model.moe_router_force_load_balancing:
-        warnings.append(
-            "--moe-router-force-load-balancing is for benchmarks: experts are chosen at random, and no layout chooses "
-            "as another does"
-        )
-    if config.layout.device == "cpu":
-        warnings += [
-            f"{option.flag} changes nothing here: with --device cpu {option.unread_on_cpu}"
-            for option in options()
-            if option.unread_on_cpu and typed.values.get(option.name)
-        ]
-    if config.model.moe_grouped_gemm and (reason := _not_grouped(config)) is not None:
-        warnings.append(f"--moe-grouped-gemm changes nothing here: {reason}")
-    backend = typed.values.get("attention_backend", config.training.attention_backend)
-    reason = attention_kernels.chooses_nothing(config, backend)
-    if reason is not None:
-        warnings += [
-            f"{flag_of(name)} changes nothing here: {reason}" for name in attention_kernels.asked_for(typed.values)
-        ]
-    warnings += (text for warnings_of in brought("warnings") for text in warnings_of(typed.values, config, facts))
-    warnings += _without_graphs(typed, config, facts)
-    asked, resolved = typed.values.get("transformer_impl", "local"), config.model.transformer_impl
-    if asked != resolved:
-        warnings.append(
-            f"--transformer-impl {asked} changes nothing here: experts, FSDP's layers, documents that are kept apart "
-            f"and products in FP8 are computed as with --transformer-impl {resolved}"
-        )
-    return warnings
-
-
-def _not_grouped(config: Config) -> str | None:
-    """Return why no products of experts are grouped (`parts/experts/compute.py`); None where some are."""
-    if not config.training.bf16:
-        return "grouped products are in bf16, and without --bf16 experts are multiplied one after another"
-    ranks = config.layout.expert_tensor_parallel_size or 1
-    widths = {layer.experts.mlp.width // ranks for layer in layers(config) if layer.experts is not None}
-    shapes = [(config.model.hidden_size, width) for width in sorted(widths)]
-    if any(all(size % GROUPED_ALIGNMENT == 0 for size in shape) for shape in shapes):
-        return None
-    each = listed([" x ".join(map(str, shape)) for shape in shapes])
-    return f"grouped products need multiples of {GROUPED_ALIGNMENT}, and experts of a rank have {each}"
-
-
-def _without_graphs(typed: Typed, config: Config, facts: Facts) -> Iterator[str]:
-    """Yield warnings of a run that asks for CUDA graphs and has none, or others than the flags say."""
-    if typed.values.get("cuda_graph_impl") != FULL_ITERATION:
-        return  # config/parse/ineffective_flags.py knows the others
-    steps = typed.values.get("cuda_graph_warmup_steps")
-    if not makes_graphs(config):
-        yield graphs_warning(graph_obstacles(config, facts))
-        if steps not in (None, options_by_name()["cuda_graph_warmup_steps"].default):
-            yield f"--cuda-graph-warmup-steps {steps} changes nothing here: steps run without CUDA graphs"
-    elif steps == 0:
-        yield (
-            "--cuda-graph-warmup-steps 0 is taken for 1: kernels are compiled and chosen, and connections made, in a "
-            "step without a graph"
-        )
-
-
-def _other_seed(config: Config, facts: Facts) -> list[str]:
-    """Return a warning where the run goes on with another seed than it began with."""
-    seed, flags = config.training.seed, config.checkpoint
-    was = seed if facts.saved is None else facts.saved.get("seed", seed)
-    if was == seed or flags.finetune:
-        return []
-    return [
-        f"--seed {seed}, but the checkpoint in --load {flags.load} was saved with {was}: samples still to come "
-        f"are in another order, and the run is not the one that was begun; use --seed {was} to go on with that one"
-    ]
 
 
 def _forgetful_restarts(config: Config) -> list[str]:
@@ -341,75 +219,6 @@ def _missing_checkpoint(values: Mapping[str, Any], search: Search | None) -> str
     if isinstance(search.error, OSError):
         return search.error.strerror
     return "it holds no checkpoint" if search.error is None else str(search.error).rstrip(".")
-
-
-def _other_curves(config: Config, facts: Facts, iteration: int = 0) -> list[str]:
-    """Return the reasons why the run would go on with other learning-rate or weight-decay curves than it began with;
-    empty where it does not, or is meant to.
-
-    Args:
-        iteration: after which it goes on. A step that the loss scale skips counts here, and not for the curves.
-    """
-    flags, saved = config.checkpoint, facts.saved
-    chosen = flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler
-    if saved is None or flags.finetune or flags.no_load_optim or chosen:
-        return []
-    if not {"lr", "global_batch_size"} <= saved.keys() or not {"train_iters", "train_samples"} & saved.keys():
-        return []  # not the configuration of a run
-    before = resolve(saved, Facts(world_size=config.layout.world_size))
-    different = _differences_of_curves(config, before, samples_at_iteration(before, iteration))
-    different += [
-        f"{flag_of(name)} {_listed(now)} instead of {_listed(was)}"
-        for name in ("lr_group", "weight_decay_group")
-        if (now := getattr(config.optimizer, name)) != (was := getattr(before.optimizer, name))
-    ]
-    if not different:
-        return []
-    return [
-        f"the curves of learning rate and weight decay are not those of the checkpoint in --load {flags.load}: "
-        f"{', '.join(different)}; add --override-opt-param-scheduler to follow the flags, or "
-        f"--use-checkpoint-opt-param-scheduler to follow the checkpoint"
-    ]
-
-
-def _differences_of_curves(config: Config, before: Config, position: int) -> list[str]:
-    """Return how the curves that make the values of the steps from `position` on (in samples) other than `before`.
-
-    A curve whose length is the run's says nothing of steps after the run's last one. That step is always compared: a
-    rate that has decayed does not rise again unnoticed.
-    """
-    ended, end = run_samples(before), run_samples(config)
-    first = min(position, max(ended - before.training.global_batch_size, 0))
-    own = before.optimizer.lr_decay_iters or before.optimizer.lr_decay_samples
-    end_of_rates = end if own else min(end, ended)
-    different = []
-    now, then = LearningRateCurve.from_config(config), LearningRateCurve.from_config(before)
-    if not goes_on(now, then, learning_rate, first, end_of_rates):
-        names = {"peak": "--lr", "lowest": "--min-lr", "decay": "decay in samples", "warmup": "warmup in samples"}
-        pairs = {name: (value, vars(then)[name]) for name, value in vars(now).items()}
-        different += [
-            f"{names.get(name, name)} {new} instead of {old}" for name, (new, old) in pairs.items() if new != old
-        ]
-    own_now, own_then = LearningRateCurve.decoupled(config), LearningRateCurve.decoupled(before)
-    if own_now != own_then and (
-        own_now is None or own_then is None or not goes_on(own_now, own_then, learning_rate, first, end_of_rates)
-    ):
-        different += [
-            f"{flag_of(name)} {getattr(config.optimizer, name)} instead of {getattr(before.optimizer, name)}"
-            for name in ("decoupled_lr", "decoupled_min_lr")
-            if getattr(config.optimizer, name) != getattr(before.optimizer, name)
-        ]
-    decay, was = WeightDecayCurve.from_config(config), WeightDecayCurve.from_config(before)
-    if not goes_on(decay, was, weight_decay, first, min(end, ended)):
-        different.append(
-            f"weight decay {decay.start} to {decay.end} in {decay.length} samples instead of {was.start} "
-            f"to {was.end} in {was.length}"
-        )
-    return different
-
-
-def _listed(groups: Sequence[str] | None) -> str:
-    return " ".join(groups or ("none",))
 
 
 def gather_facts(typed: Typed, search: Search | None = None) -> Facts:

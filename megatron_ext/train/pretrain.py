@@ -81,10 +81,10 @@ def pretrain(
     hand_over(config, vars(extensions))
     configured = config if isinstance(config, Configured) else configure(config)
     if configured is not config:
-        _tell(configured.typed.warnings)
+        _print_warnings(configured.typed.warnings)
     with extensions.registered(), _process_given_back(configured.config, status) as (status, ends):
         configured = replace(configured, config=extensions.applied(configured.config))
-        _tell(extensions.warnings(configured.typed.values))
+        _print_warnings(extensions.warnings(configured.typed.values))
         _claim(configured.config.checkpoint.save, status)
         here = _install_device(configured.config, status)
         # Only now may megatron-core be imported.
@@ -96,7 +96,7 @@ def pretrain(
         store = None
         with _Requests() as requests:
             while True:
-                store = _meet(configured, here, status, ends, store)
+                store = _join_ranks(configured, here, status, ends, store)
                 run, history, stop_reason = _train_stage(configured, here, status, extensions, ends, requests)
                 losses += history.losses
                 validation_losses |= history.validation_losses
@@ -165,13 +165,13 @@ def _train_stage(
         run = _build(configured, here, status, extensions, ends)
         _load(run, configured)
         if run.rank == 0:
-            say(banner(run.config, _begun(run, extensions, attention)))
+            say(banner(run.config, _banner_facts(run, extensions, attention)))
         history, stop_reason = _train(run, configured.stage_end, status, extensions, ends, requests)
         ends.close()
     return run, history, stop_reason
 
 
-def _tell(warnings: Sequence[str]) -> None:
+def _print_warnings(warnings: Sequence[str]) -> None:
     """Print warnings, on one rank."""
     for warning in warnings if environment.rank() == 0 else ():
         warn(warning)
@@ -228,7 +228,7 @@ def _install_device(config: Config, status: RunStatus) -> "Device":
     return here
 
 
-def _meet(
+def _join_ranks(
     configured: Configured, here: "Device", status: RunStatus, ends: ExitStack, before: "Store | None"
 ) -> "Store | None":
     """Make the group of all ranks, and watch them from now on. It follows from typed flags alone, which no checkpoint
@@ -275,7 +275,7 @@ def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> C
         search, before = configured.search, configured.typed.warnings
         resume = newest_snapshot(configured.config, search) or agree(search, configured.config.checkpoint)
         configured = configure_for(configured, resume)
-        _tell([warning for warning in configured.typed.warnings if warning not in before])
+        _print_warnings([warning for warning in configured.typed.warnings if warning not in before])
         configured = replace(configured, config=extensions.applied(configured.config))
     _require_checkpoint(configured.config.checkpoint, configured.resume)
     return configured
@@ -398,7 +398,7 @@ def _record_end(status: RunStatus, iteration: int, stop_reason: str | None) -> N
     exit_record.write(status.save, code=0, rank=0, message=message, iteration=iteration)
 
 
-def _begun(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
+def _banner_facts(run: "Run", extensions: Extensions, attention: str | None) -> Begun:
     """Return the facts that the banner prints besides the configuration."""
     return Begun(
         device=run.device.model_name,

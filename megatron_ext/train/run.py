@@ -1,12 +1,9 @@
-"""Holds the parts of one run, wired once by `build` and handed to whoever needs them.
-
-Holds the state that changes while a run trains, besides weights and optimizer state. All of it is saved and restored.
-"""
+"""Holds the parts of one run, wired once by `build` and handed to whoever needs them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
@@ -28,58 +25,7 @@ from megatron_ext.sharding.scheme import Sharding
 from megatron_ext.telemetry.timers import Timers
 from megatron_ext.train.captured_passes import CapturedPasses
 from megatron_ext.train.gradient_watch import GradientWatch
-
-
-class Position(NamedTuple):
-    """The part of the progress that does not depend on a step's results."""
-
-    iteration: int
-    consumed_samples: int
-    scheduled_samples: int
-
-    def after(self, batch: int, *, updated: bool) -> "Position":
-        """Return the position after a step of `batch` samples."""
-        scheduled = self.scheduled_samples + (batch if updated else 0)
-        return Position(self.iteration + 1, self.consumed_samples + batch, scheduled)
-
-
-@dataclass
-class TrainState:
-    """The progress of a run; equal on every rank."""
-
-    iteration: int = 0
-    """Number of optimizer steps done, skipped ones included."""
-
-    consumed_samples: int = 0
-    """Number of training samples read: the position in the data."""
-
-    consumed_tokens: int = 0
-    """Number of tokens that counted in the loss."""
-
-    scheduled_samples: int = 0
-    """Number of samples of the steps that updated the weights: the position on the learning-rate curve. Steps skipped
-    by the fp16 loss scale do not move it, as in Megatron-LM."""
-
-    interval_loss: float = 0.0
-    """Sum of the losses since the last log line, over `interval_losses` steps."""
-
-    interval_losses: int = 0
-    interval_skipped: int = 0
-    interval_nan: int = 0
-
-    @property
-    def position(self) -> Position:
-        """Where the run is."""
-        return Position(self.iteration, self.consumed_samples, self.scheduled_samples)
-
-    @position.setter
-    def position(self, position: Position) -> None:
-        self.iteration, self.consumed_samples, self.scheduled_samples = position
-
-    def start_interval(self) -> None:
-        """Forget the sums of the interval that was just logged."""
-        self.interval_loss = 0.0
-        self.interval_losses = self.interval_skipped = self.interval_nan = 0
+from megatron_ext.train.state import TrainState
 
 
 @dataclass(frozen=True)

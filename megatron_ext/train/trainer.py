@@ -12,7 +12,8 @@ from megatron_ext.optim.curves import LearningRateCurve, Schedule, WeightDecayCu
 from megatron_ext.optim.settings import set_rates
 from megatron_ext.telemetry.metrics import Evaluated
 from megatron_ext.train.deferred_reads import Guard, can_read_late
-from megatron_ext.train.run import Position, Run
+from megatron_ext.train.run import Run
+from megatron_ext.train.state import Position
 from megatron_ext.train.step import BatchLoss, StepResult, TakenStep, train_step
 from megatron_ext.train.step_allreduce import StopVotes
 
@@ -93,11 +94,11 @@ class Trainer:
             StoppedBySignal: a signal ended the loop; the state has been saved where --save says so.
             NumericError: see `train_step`.
         """
-        self._tell("on_start")
+        self._call_callbacks("on_start")
         try:
             self._take_steps()
         except BaseException as error:
-            self._tell("on_failure", error)
+            self._call_callbacks("on_failure", error)
             raise
         # In the opposite order: save first, evaluate, and close the reports last, so that they hear of it all.
         for callback in reversed(self.callbacks):
@@ -110,7 +111,7 @@ class Trainer:
 
     def report_evaluation(self, metrics: Evaluated) -> None:
         """Hand the result of an evaluation to the callbacks; its time does not count as training."""
-        self._tell("on_evaluation", metrics)
+        self._call_callbacks("on_evaluation", metrics)
 
     def step(self) -> StepResult:
         """Take one optimizer step, counted in the state."""
@@ -118,7 +119,7 @@ class Trainer:
 
     def _take_steps(self) -> None:
         while not self.finished and self.stop_reason is None:
-            self._tell("on_step_begin")
+            self._call_callbacks("on_step_begin")
             before = self._newest
             step = self.begin_step()
             if before is not None:
@@ -141,8 +142,8 @@ class Trainer:
         step = train_step(
             run,
             samples,
-            lambda: self._tell("before_update"),
-            lambda loss: self._tell("on_loss", loss),
+            lambda: self._call_callbacks("before_update"),
+            lambda loss: self._call_callbacks("on_loss", loss),
             guard=self._guard,
             votes=None if self._guard is None else self._own_votes(),
         )
@@ -168,7 +169,7 @@ class Trainer:
             state.interval_skipped += 1
         state.interval_nan += math.isnan(result.loss)
         if tells:
-            self._tell("on_step_end", result)
+            self._call_callbacks("on_step_end", result)
         return result
 
     def _ends_before_next(self) -> bool:
@@ -181,7 +182,7 @@ class Trainer:
         votes = [callback.votes() for callback in self.callbacks]
         return next((vote for vote in votes if vote is not None), StopVotes())
 
-    def _tell(self, event: str, *arguments: object) -> None:
+    def _call_callbacks(self, event: str, *arguments: object) -> None:
         for callback in self.callbacks:
             self.run.progress.phase = callback.phase
             getattr(callback, event)(self, *arguments)

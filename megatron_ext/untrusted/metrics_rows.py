@@ -15,19 +15,8 @@ from typing import Any, NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.terminal import warn
-from megatron_ext.untrusted.text import (
-    Check,
-    ExcessiveError,
-    TextError,
-    fields,
-    integer,
-    items,
-    load_json,
-    mapping,
-    number,
-    or_null,
-    text,
-)
+from megatron_ext.untrusted.text import ExcessiveError, TextError, load_json
+from megatron_ext.untrusted.values import Check, fields, integer, items, mapping, number, or_null, text
 
 MOST_BYTES = 1 << 30
 """Most bytes of a metrics file whose rows are read; a row of ours has some 700."""

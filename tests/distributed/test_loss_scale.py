@@ -124,7 +124,7 @@ def _norm_after(flags: str, overflowing: str | None) -> tuple[float | None, floa
     from megatron_ext.model.names import global_named_parameters
     from megatron_ext.train.build import build_run
     from megatron_ext.train.configure import configure
-    from megatron_ext.train.run import Position
+    from megatron_ext.train.state import Position
     from megatron_ext.train.trainer import Trainer
 
     run = build_run(configure(shlex.split(f"{MODEL} {flags} --device cpu")).config, device.install("cpu"))

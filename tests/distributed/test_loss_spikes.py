@@ -71,7 +71,7 @@ def _losses(steps: int, flags: str) -> tuple[list[str], int]:
     trainer = Trainer(run, [callback.SpikeCheck(threshold)] if threshold else [])
     found = []
     for _ in range(steps):
-        trainer._tell("on_step_begin")
+        trainer._call_callbacks("on_step_begin")
         result = trainer.step()
         found.append(f"{result.loss.hex()} {(result.grad_norm or 0.0).hex()} {result.numbers}")
     assert not any(verdict.differing for verdict in judged)
@@ -110,12 +110,12 @@ def _damage(flags: str, wrong: tuple[int, ...], calls: int) -> str:
         return 10 * output if left[0] >= 0 else None
 
     for _ in range(GOOD):
-        trainer._tell("on_step_begin")
+        trainer._call_callbacks("on_step_begin")
         trainer.step()
     if run.rank in wrong:
         run.chunks[-1].module.register_forward_hook(tenfold)
     try:
-        trainer._tell("on_step_begin")
+        trainer._call_callbacks("on_step_begin")
         trainer.step()
     except NumericError as error:
         assert run.state.iteration == GOOD, "no update"

@@ -14,7 +14,7 @@ from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.plugins.prove import gather
 from megatron_ext.train.callbacks.evaluation import evaluate
-from megatron_ext.train.callbacks.reporting import parameters_norm
+from megatron_ext.train.callbacks.parameters_norm import parameters_norm
 from megatron_ext.train.gradient_watch import _before_other_uses
 from megatron_ext.train.trainer import Callback, Trainer
 from tests.support.checkpoints import build

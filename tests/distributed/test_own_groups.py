@@ -15,7 +15,7 @@ from megatron_ext import device
 from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.parallel import groups as process_groups
-from megatron_ext.parallel.groups import rank_groups
+from megatron_ext.parallel.own_groups import rank_groups
 from tests.support.several_models import in_turn
 
 LAYOUTS = {

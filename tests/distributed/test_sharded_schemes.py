@@ -14,7 +14,7 @@ from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
 from megatron_ext.plugins.prove import gather
-from megatron_ext.train.callbacks.reporting import parameters_norm
+from megatron_ext.train.callbacks.parameters_norm import parameters_norm
 from megatron_ext.train.trainer import Trainer
 from tests.support.checkpoints import build
 from tests.support.hf_models import quiet_transformers

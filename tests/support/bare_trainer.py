@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.train.run import TrainState
+from megatron_ext.train.state import TrainState
 from tests.support.small_models import small_config
 
 NOTHING: Any = None

@@ -17,7 +17,7 @@ from megatron_ext.config.parse.other_flags import advice
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.plugins.migrate.megatron_deepspeed import read
 from megatron_ext.rules.validate import problems
-from megatron_ext.train.configure import warnings_of_flags
+from megatron_ext.rules.warnings import warnings_of
 
 FILE = Path(__file__).resolve().parents[1] / "golden/megatron_launches.json"
 OTHERS = FILE.with_name("other_launches.json")
@@ -153,7 +153,7 @@ def replay(words: list[str]) -> Outcome:
     facts = Facts(cuda_available=True, packages=_PACKAGES, vocab_size=vocabulary, unread=typed.unread)
     config = resolve({**typed.values, **ranks}, facts)
     found = problems(config, facts)
-    return Outcome((*typed.warnings, *warnings_of_flags(typed, config, facts)), (*typed.problems, *found))
+    return Outcome((*typed.warnings, *warnings_of(typed.values, config, facts)), (*typed.problems, *found))
 
 
 def world_size(values: Mapping[str, object]) -> int:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.planner.commands.plan import main
 from megatron_ext.plugins.planner.simulated_timeline import equal_stages, preview
-from megatron_ext.plugins.planner.timeline import Block, Lane, Pass, Timeline, as_text
+from megatron_ext.plugins.planner.timeline import Block, Lane, Pass, Timeline
 from megatron_ext.plugins.planner.timeline_svg import as_section
+from megatron_ext.plugins.planner.timeline_text import as_text
 from tests.support import planner_numbers
 
 _LLAMA = (

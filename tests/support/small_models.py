@@ -87,6 +87,14 @@ def small_config(
     )
 
 
+def config_with(**groups: dict[str, Any]) -> Config:
+    """Return the small model's configuration with other values in some of its groups."""
+    config = small_config()
+    for group, values in groups.items():
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
+    return config
+
+
 def distinct_config(
     model: dict[str, Any] | None = None, layout: dict[str, Any] | None = None, training: dict[str, Any] | None = None
 ) -> Config:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.plugins.planner.simulated_timeline import equal_stages
-from megatron_ext.plugins.planner.timeline import COLOURS, as_text
+from megatron_ext.plugins.planner.timeline_text import COLOURS, as_text
 from megatron_ext.terminal import note, printable, say, survive_lost_output, tracked, warn
 from tests.support.syntax import nodes_of, source
 from tests.support.warm_python import warm_python
@@ -82,7 +82,9 @@ def test_long_work_has_the_last_line_of_a_terminal_until_it_is_done() -> None:
         assert work.stderr.read() == b""
         assert work.wait(60) == 0
     os.close(its)
-    shown = os.read(ours, 10_000).decode()
+    shown = ""
+    while not shown.endswith("done\r\n"):  # a terminal gives what has come, however little
+        shown += os.read(ours, 10_000).decode()
     os.close(ours)
     for done in (1, 2, 3):
         assert f"\r\x1b[Kwork: {done} of 4, 0:0" in shown

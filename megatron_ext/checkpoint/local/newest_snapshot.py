@@ -113,8 +113,8 @@ def _of_another_course(header: Mapping[str, Any], save: str, contents: str | Non
     if None not in (contents, header.get("contents")) and header["contents"] != contents:
         return f"it is of a run that was in --save {save} before it was emptied"
     checkpoint = iteration_folder(save, header["checkpoint"])
-    there = checkpoint_manifest.name_of(checkpoint)  # None for a checkpoint that has expired
-    if None not in (there, header.get("manifest")) and header["manifest"] != there:
+    manifest = checkpoint_manifest.name_of(checkpoint)  # None for a checkpoint that has expired
+    if None not in (manifest, header.get("manifest")) and header["manifest"] != manifest:
         return f"it follows on another checkpoint than {checkpoint}, which was saved in its place"
     return ""
 

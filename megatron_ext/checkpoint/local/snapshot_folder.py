@@ -62,10 +62,10 @@ def iterations(folder: Path) -> list[int]:
 
 def ranks_at(folder: Path, iteration: int) -> dict[int, Path]:
     """Return the files of an iteration by the rank whose snapshot they are; the rank's own file before a copy."""
-    there = iteration_folder(folder, iteration)
-    names = sorted(os.listdir(there), reverse=True) if there.is_dir() else []
+    checkpoint = iteration_folder(folder, iteration)
+    names = sorted(os.listdir(checkpoint), reverse=True) if checkpoint.is_dir() else []
     matches = {name: _FILE.fullmatch(name) for name in names}
-    return {int(match[1]): there / name for name, match in matches.items() if match}
+    return {int(match[1]): checkpoint / name for name, match in matches.items() if match}
 
 
 def remove_old(folder: Path, newest: int) -> None:

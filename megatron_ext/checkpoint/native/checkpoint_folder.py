@@ -174,8 +174,8 @@ def find_iteration(folder: str | Path, iteration: int) -> SavedCheckpoint:
     """
     path = iteration_folder(folder, iteration)
     if not path.is_dir() or not _is_whole(path):
-        there = ", ".join(map(str, saved_iterations(folder))) or "none"
-        raise DataError(f"{path} is missing or not whole; the whole checkpoints in {folder} are those of: {there}.")
+        saved = ", ".join(map(str, saved_iterations(folder))) or "none"
+        raise DataError(f"{path} is missing or not whole; the whole checkpoints in {folder} are those of: {saved}.")
     return SavedCheckpoint(path, iteration)
 
 

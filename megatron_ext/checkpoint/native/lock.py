@@ -57,12 +57,12 @@ def hold_until_exit(folder: str | Path) -> None:
     _open.append(file)
     _held[os.path.realpath(folder)] = file
     try:
-        begun = _begun(path, file)
+        contents = _contents_name(path, file)
         file.truncate(0)
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now(), "contents": begun}
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now(), "contents": contents}
         file.write(json.dumps(holder) + "\n")
         file.flush()
-        _contents[os.path.realpath(folder)] = begun
+        _contents[os.path.realpath(folder)] = contents
     except OSError as error:
         raise StorageError(
             f"--save {folder}: {path} cannot be written: {error.strerror}. Make room there, or give another folder."
@@ -110,7 +110,7 @@ def name_of_contents(folder: str | Path) -> str | None:
     return _contents.get(os.path.realpath(folder))
 
 
-def _begun(path: Path, file: IO[str]) -> str:
+def _contents_name(path: Path, file: IO[str]) -> str:
     """Return the name that an earlier job left; a new one where there is none, or nothing else in the folder.
 
     A restart of the same launch goes on even if no file but the lock has been written so far.

@@ -4,16 +4,16 @@ Launch scripts written for Megatron-LM name many of its roughly 850 options. Non
 each is in one of four classes: supported (a field of the schema), an old spelling (`old_spellings.py`, or an alias in
 the schema), of no bearing here (`megatron_accepted.py`: one warning line says what happens instead), or refused
 (`refused.py`: it would change the training or the saved files). The last two are listed with the number of values that
-they take. Options of earlier releases and forks (`old_spellings.py`) are accepted with a warning too, or refused by
+they take. Options of earlier releases and forks (`earlier_options.py`) are accepted with a warning too, or refused by
 value.
 """
 
 import functools
 from dataclasses import dataclass, replace
 
-from megatron_ext.config.compat import megatron_accepted, old_spellings
+from megatron_ext.config.compat import megatron_accepted
+from megatron_ext.config.compat.earlier_options import EARLIER, REFUSED_OF_FORKS, SLOWER_OR_LARGER
 from megatron_ext.config.compat.megatron_accepted import ACCEPTED
-from megatron_ext.config.compat.old_spellings import EARLIER, REFUSED_OF_FORKS
 from megatron_ext.config.compat.refused import REFUSED
 
 _MANY = 1_000_000
@@ -81,7 +81,7 @@ def megatron_options() -> dict[str, MegatronOption]:
 @functools.cache
 def earlier_options() -> dict[str, MegatronOption]:
     """Return flag -> option, for those that Megatron no longer has, or that a fork has."""
-    costly = _costly(old_spellings.SLOWER_OR_LARGER)
+    costly = _costly(SLOWER_OR_LARGER)
     return _read_tables((EARLIER, True), (REFUSED_OF_FORKS, False)) | costly
 
 

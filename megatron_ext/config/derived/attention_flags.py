@@ -4,6 +4,7 @@ They choose among torch's kernels over whole sequences. Documents, and parts of 
 by name; Transformer Engine chooses among its own, to which both flags are handed.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_ext.config.schema import Config
@@ -59,6 +60,6 @@ def chooses_nothing(config: Config, backend: str) -> str | None:
     return kernels_by_name(config)
 
 
-def asked_for(values: dict[str, Any]) -> list[str]:
+def asked_for(values: Mapping[str, Any]) -> list[str]:
     """Return which of the flags ask for a kernel; `values` are theirs by field name, others may be among them."""
     return [name for name in FLAGS if values.get(name) not in (None, "auto", "local")]

@@ -213,8 +213,7 @@ def flag_groups(argv: Sequence[str], problems: list[str]) -> list[tuple[str, str
 def _read_flag(reading: _Reading, flag: str, inline: str | None, words: list[str]) -> None:
     texts = words if inline is None else [inline, *words]
     if flag in ("--help", "-h", "--version"):
-        about = help_text.about(texts[0]) if texts else help_text.text()
-        say(help_text.version() if flag == "--version" else about)
+        say(help_text.version() if flag == "--version" else help_text.about(texts))
         sys.exit(0)
     elif flag == "--dry-run":
         reading.dry_run = True
@@ -329,7 +328,7 @@ def _unknown(flag: str, unread: set[str]) -> str:
     candidates = [*options_by_flag(), *_PROGRAM_VALUES, "--dry-run", "--help", "--version", "--allow-unknown-flags"]
     close = _closest(flag.removeprefix("--").replace("_", "-"), [known.removeprefix("--") for known in candidates])
     if close is None:
-        return f"unknown flag {flag}; see --help for all flags, or add --allow-unknown-flags to leave it out"
+        return f"unknown flag {flag}; see --help all for every flag, or add --allow-unknown-flags to leave it out"
     if (meant := options_by_flag().get(f"--{close}")) is not None:
         unread.add(meant.name)
     return f"unknown flag {flag}; did you mean --{close}?"
@@ -390,7 +389,7 @@ def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
                 _judge_megatron(reading, known, [str(item) for item in items])
         else:
             close = _closest(name, list(options_by_name()))
-            hint = f"; did you mean {close}?" if close else "; see --help for all names"
+            hint = f"; did you mean {close}?" if close else "; see --help all for every name"
             reading.unread |= {close} if close else set()
             reading.unknown.append((f"{path}: {key}", f"{path}: unknown name {key}{hint}"))
     except ValueError as error:

@@ -1,12 +1,14 @@
-"""Makes the text of `--help`: every flag, grouped as the schema groups them, with its default."""
+"""Makes the text of `--help`: the usual flags, all, or those that have to do with a word, by group, with defaults."""
 
 import itertools
+import re
 import textwrap
 from collections.abc import Sequence
 
 from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
 from megatron_ext.config.parse.options import Option, options
 from megatron_ext.config.parse.other_flags import translated
+from megatron_ext.config.parse.usual_flags import USUAL
 
 _USAGE = """\
 usage: pretrain_gpt.py [--config run.yaml] [flags]
@@ -24,7 +26,10 @@ PROGRAM = (
     ("--device-memory-gb X", "With --dry-run: whether a rank fits in this memory; exit code 1 where it does not."),
     ("--device-name TEXT", "With --dry-run: the same for a device by name (h200, h100, a100)."),
     ("--allow-unknown-flags", "Leave out flags that nobody here knows, with a warning for each."),
-    ("--help, -h [WORD]", "Show this text, or the flags that have to do with a word, and exit."),
+    (
+        "--help, -h [all|WORD]",
+        "Show the flags that most launches use, all flags, or the flags that have to do with words, and exit.",
+    ),
     ("--version", "Show the version and exit."),
 )
 """Flags of the program itself, each with its sentence."""
@@ -42,7 +47,8 @@ def version() -> str:
 
 _EXAMPLES = """
 examples:
-  python pretrain_gpt.py --help rope            # the flags that have to do with a word
+  python pretrain_gpt.py --help all             # all flags
+  python pretrain_gpt.py --help rope scaling    # the flags that have to do with these words
   python pretrain_gpt.py --config run.yaml --dry-run --world-size 64
   torchrun --nproc-per-node 8 --max-restarts 3 pretrain_gpt.py --config run.yaml --save ckpt --load ckpt
   python pretrain_gpt.py --device cpu --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
@@ -51,29 +57,35 @@ examples:
 """
 
 
-def about(word: str) -> str:
-    """Return the flags that have `word` in their name, group or sentence, and the treatment of Megatron-LM's and its
-    forks' other options that have it in their name. With several words: the flags that have all of them, else the flags
-    with the most of them in their names, else the flags with the nearest names."""
-    wanted = word.lstrip("-").replace("_", "-").lower()
-    words = wanted.split()
-    matching = [option for option in options() if wanted in _searched(option)]
-    if not matching and words[1:]:
-        matching = [option for option in options() if all(one in _searched(option) for one in words)] or _named(words)
-    others = [one for one in (megatron_options() | earlier_options()).values() if wanted in one.flag]
-    theirs = {flag: text for flag, text in translated().items() if wanted in flag.replace("_", "-")}
+def about(words: Sequence[str]) -> str:
+    """Return the text of `--help` followed by these words: by none the usual flags, by `all` every flag.
+
+    Other words are looked up at the beginnings of words of the names, groups and sentences of the flags, and of the
+    names of other flags that Megatron-LM and its forks have, with their treatment; words that hyphens join are
+    looked up in names alone. Where no flag has all of the words, the flags with the most of them in their names are
+    shown, else the flags with the nearest names.
+    """
+    wanted = [one.lower() for word in words for one in re.split(r"[^\w]+|_", word) if one]
+    if not wanted:
+        return text([option for option in options() if option.flag.removeprefix("--") in USUAL])
+    return text(options()) if wanted == ["all"] else _found(" ".join(words), wanted)
+
+
+def _found(asked: str, wanted: Sequence[str]) -> str:
+    is_name = bool(wanted[1:]) and " " not in asked
+    matching = [one for one in options() if _has(_names(one) if is_name else _searched(one), wanted)]
+    others = [one for one in (megatron_options() | earlier_options()).values() if _has(one.flag, wanted)]
+    theirs = {flag: text for flag, text in translated().items() if _has(flag, wanted)}
+    if not matching and not others and not theirs:
+        matching = [] if is_name else _named(wanted)
     if not matching and not others and not theirs:
         import difflib  # as for what an unknown flag meant: nobody else waits for it
 
         names = [option.flag.removeprefix("--") for option in options()]
-        close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
+        close = difflib.get_close_matches("-".join(wanted), names, n=3, cutoff=0.6)
         hint = f"; near it: {', '.join(f'--{name}' for name in close)}" if close else ""
-        return f"no flag speaks of {word!r}{hint}. --help lists all of them."
-    lines: list[str] = []
-    for group, of_group in itertools.groupby(matching, lambda option: option.group):
-        lines += [*([""] if lines else []), f"{group}:"]
-        for option in of_group:
-            lines += _option(option)
+        return f"no flag speaks of {asked!r}{hint}. --help all lists every flag."
+    lines = _by_group(matching)
     if theirs:
         lines += [*([""] if lines else []), "taken as scripts of Megatron-DeepSpeed mean it:"]
         lines += itertools.chain(*(_entry(flag, text) for flag, text in theirs.items()))
@@ -84,28 +96,45 @@ def about(word: str) -> str:
     return "\n".join(lines)
 
 
+def _has(searched: str, wanted: Sequence[str]) -> bool:
+    """Return whether each wanted word begins a word of the text."""
+    begins = re.split(r"[^\w]+|_", searched.lower())
+    return all(any(one.startswith(word) for one in begins) for word in wanted)
+
+
 def _named(words: Sequence[str]) -> list[Option]:
     """Return the options that have the most of these words in their names; none where no name has any."""
-    found = {option.name: sum(one in option.flag for one in words) for option in options()}
+    found = {option.name: sum(_has(option.flag, [one]) for one in words) for option in options()}
     most = max(found.values())
     return [option for option in options() if most and found[option.name] == most]
 
 
+def _names(option: Option) -> str:
+    return " ".join((option.flag, *option.aliases))
+
+
 def _searched(option: Option) -> str:
-    return " ".join((option.flag, *option.aliases, option.group, option.help, *map(str, option.choices or ()))).lower()
+    return " ".join((_names(option), option.group, option.help, *map(str, option.choices or ())))
 
 
-def text() -> str:
-    """Return the text with all flags, 120 columns wide."""
+def _by_group(shown: Sequence[Option]) -> list[str]:
+    lines: list[str] = []
+    for group, of_group in itertools.groupby(shown, lambda option: option.group):
+        lines += [*([""] if lines else []), f"{group}:", *itertools.chain(*map(_option, of_group))]
+    return lines
+
+
+def text(shown: Sequence[Option]) -> str:
+    """Return the text with the program's flags and these, 120 columns wide."""
     lines = [_USAGE, "program:"]
     for flag, sentence in PROGRAM:
         lines += _entry(flag, sentence)
-    group = ""
-    for option in options():
-        if option.group != group:
-            group = option.group
-            lines += ["", f"{group}:"]
-        lines += _option(option)
+    lines += ["", *_by_group(shown)]
+    if len(shown) < len(options()):
+        lines += [
+            "",
+            f"These are the {len(shown)} flags that most launches use; --help all shows all {len(options())}.",
+        ]
     lines += [
         _EXAMPLES.rstrip(),
         "",

@@ -32,7 +32,7 @@ class CheckpointConfig:
     )
     save_interval: int | None = free(
         None,
-        "Steps between two checkpoints; without it only the end is saved.",
+        "Save a checkpoint every N steps; without it only the end is saved.",
         at_least=1,
         aliases=("--persistent-save-interval",),
         read_with=_SAVES,
@@ -42,24 +42,24 @@ class CheckpointConfig:
         False, "Write checkpoints in the background; training stops only for a copy in memory.", read_with=_SAVES
     )
     keep_last_checkpoints: int | None = free(
-        None, "Keep this many of the newest checkpoints; default all.", at_least=1, read_with=_SAVES
+        None, "Number of newest checkpoints to keep; default all.", at_least=1, read_with=_SAVES
     )
     save_retain_interval: int | None = free(
         None,
-        "Keep the checkpoints of every multiple of this many steps; of the others, the newest alone.",
+        "Keep checkpoints whose step is a multiple of this number, and the newest of all others.",
         at_least=1,
         read_with=_SAVES,
         dropped_unread=True,
     )
     ckpt_fully_parallel_save: bool = free(
         False,
-        "Let data-parallel ranks write the weights together, each some of them, and not the first rank alone; sharded "
-        "optimizer state they always write together.",
+        "Let all data-parallel ranks write parts of the weights instead of the first rank alone; sharded optimizer "
+        "state is always written by all.",
         read_with=_SAVES,
     )
     ckpt_fully_parallel_load: bool = free(
         False,
-        "Read each part of a checkpoint on one of the data-parallel ranks, which sends it to the others; default each "
+        "Read each part of a checkpoint on one data-parallel rank, which sends it to the others; default: each rank "
         "reads all that it needs.",
         read_with=_LOADS,
     )
@@ -158,7 +158,7 @@ class LoggingConfig:
     )
     metrics_file: str | None = free(None, "JSON lines, one object per logged step; default metrics.jsonl in --save.")
     log_sample_ids: str | None = free(
-        None, "JSON lines, one a step: the samples that the step used, each as source and number in it."
+        None, "JSON-lines file of the samples of each step, each as source and number in the source."
     )
     tensorboard_dir: str | None = free(None, "Folder for TensorBoard.")
     tensorboard_log_interval: int = free(1, "Steps between two TensorBoard points.", at_least=1, read_with=_TENSORBOARD)
@@ -196,8 +196,8 @@ class LoggingConfig:
     )
     log_straggler: bool = free(
         False,
-        "Compare the ranks' compute times, without what they wait, and name a rank that is slower than its peers (the "
-        "ranks of its pipeline stage), in the log, to --metrics-file and TensorBoard.",
+        "Compare compute times of ranks, waiting excluded, and name a rank that is slower than the others of its "
+        "pipeline stage, in the log, --metrics-file and TensorBoard.",
     )
     timing_log_level: int = free(
         0, "0: step time only; 1: forward-backward and optimizer; 2: every part.", choices=(0, 1, 2)
@@ -217,7 +217,7 @@ class ProfilingConfig:
     profile_step_start: int = free(10, "First step that is profiled.", read_with=_PROFILES)
     profile_step_end: int = free(12, "First step that no longer is profiled.", read_with=_PROFILES)
     profile_ranks: tuple[int, ...] | None = free(
-        None, "Ranks that profile, and record memory; default all of them.", metavar="RANK ..."
+        None, "Ranks that profile and record memory; default all.", metavar="RANK ..."
     )
     use_pytorch_profiler: bool = free(
         False,
@@ -236,7 +236,7 @@ class ProfilingConfig:
         read_with=_PROFILES,
     )
     record_shapes: bool = free(
-        False, "Put every operator and its tensors' shapes into Nsight's trace.", read_with=_PROFILES
+        False, "Record operators with the shapes of their tensors in Nsight's trace.", read_with=_PROFILES
     )
     nvtx_ranges: bool = free(False, "Put megatron-core's own ranges into Nsight's trace.", read_with=_PROFILES)
     record_memory_history: bool = free(
@@ -247,6 +247,6 @@ class ProfilingConfig:
     )
     memory_snapshot_path: str = free(
         "snapshot.pickle",
-        "File of the recorded memory; the rank is put before its suffix.",
+        "File of recorded memory; the rank number goes before its suffix.",
         read_with=_MEMORY,
     )

@@ -54,9 +54,11 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for training alone.")
     valid_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for validation alone.")
     test_data_path: tuple[str, ...] | None = free(None, "Prefixes (and weights) for test alone.")
-    data_args_path: str | None = free(None, "File whose words stand for --data-path, where there are many.")
+    data_args_path: str | None = free(None, "File whose words stand for --data-path, for long lists.")
     per_split_data_args_path: str | None = free(
-        None, "JSON file whose lists train, valid and test stand for --train-data-path and its like."
+        None,
+        "JSON file with lists train, valid and test, in place of --train-data-path, --valid-data-path and "
+        "--test-data-path.",
     )
     data_order: str = free(
         "shuffled",
@@ -89,27 +91,27 @@ class DataConfig:
     )
     tokenizer_model: str | None = option(
         None,
-        "The tokenizer's file, or its folder for HuggingFaceTokenizer.",
+        "File of the tokenizer, or its folder for HuggingFaceTokenizer.",
         resume="tokenizer",
         read_with=_TOKENIZER,
     )
     vocab_size: int = option(
         None,
-        "Entries of the vocabulary before padding; default the tokenizer's, for TikTokenizer 131072. "
+        "Entries of the vocabulary before padding; default: the tokenizer's (131072 for TikTokenizer). "
         "NullTokenizer needs it.",
         resume="shape",
         at_least=1,
     )
     vocab_file: str | None = option(
         None,
-        "GPT2BPETokenizer: its vocab.json, from token to id.",
+        "GPT2BPETokenizer: path of vocab.json, from token to id.",
         resume="tokenizer",
         read_with=_GPT2,
         dropped_unread=True,
     )
     merge_file: str | None = option(
         None,
-        "GPT2BPETokenizer: its merges.txt, one merge a line.",
+        "GPT2BPETokenizer: path of merges.txt, one merge a line.",
         resume="tokenizer",
         read_with=_GPT2,
         dropped_unread=True,
@@ -132,7 +134,7 @@ class DataConfig:
     )
     tiktoken_num_special_tokens: int = option(
         1000,
-        "TikTokenizer: ids before the vocabulary's; those without a name are <SPECIAL_n>.",
+        "TikTokenizer: number of special ids before the vocabulary; ids without a name are <SPECIAL_n>.",
         resume="tokenizer",
         read_with=_TIKTOKEN,
     )
@@ -142,7 +144,9 @@ class DataConfig:
         read_with=_POSITIONS,
         computed_by_ours=True,
     )
-    reset_attention_mask: bool = free(False, "Let no token see another document of its sample.", computed_by_ours=True)
+    reset_attention_mask: bool = free(
+        False, "Mask attention between documents of the same sample.", computed_by_ours=True
+    )
     eod_mask_loss: bool = free(False, "Do not train on predicting what follows an end of document.")
     assistant_only_loss: bool = free(
         False,
@@ -151,24 +155,32 @@ class DataConfig:
     )
     fim_data: bool = free(
         False,
-        "Rearrange documents, drawn by the --fim rates, so that a model learns to fill in their middle.",
+        "Fill in the middle: rearrange documents, drawn by the --fim rates, so that a model learns to fill in their "
+        "middle.",
         needs={
             True: (Need("mock_data", False, "texts"), Need("assistant_only_loss", False, "documents without a mask"))
         },
     )
     fim_rate: float = free(0.5, "Share of documents that are rearranged.", read_with=_FIM)
     fim_spm_rate: float = free(
-        0.5, "Share of these that begin with their suffix (SPM), not with their prefix (PSM).", read_with=_FIM
+        0.5,
+        "Fill in the middle: share of rearranged documents that begin with the suffix (SPM) instead of the prefix "
+        "(PSM).",
+        read_with=_FIM,
     )
     fim_split_sample: str | None = free(
-        None, "Token that divides a document into fragments, such as files of a repository.", read_with=_FIM
+        None,
+        "Fill in the middle: token that divides a document into fragments, such as files of a repository.",
+        read_with=_FIM,
     )
     fim_fragment_rate: float | None = free(
         None,
         "Share of the fragments that are rearranged, of a document that is; default --fim-rate.",
         read_with=ReadWith("fim_split_sample", "without --fim-split-sample no document is divided"),
     )
-    fim_no_prefix: str | None = free(None, "Leave documents and fragments that begin with this text.", read_with=_FIM)
+    fim_no_prefix: str | None = free(
+        None, "Fill in the middle: leave documents and fragments that begin with this text as they are.", read_with=_FIM
+    )
     fim_prefix_token: str = free("<fim_prefix>", "Token before a prefix.", read_with=_FIM)
     fim_middle_token: str = free("<fim_middle>", "Token before a middle.", read_with=_FIM)
     fim_suffix_token: str = free("<fim_suffix>", "Token before a suffix.", read_with=_FIM)
@@ -180,8 +192,9 @@ class DataConfig:
     )
     skip_samples: tuple[str, ...] | None = free(
         None,
-        "Samples to leave out, by their places in the order of the training: numbers, ranges as 4096-4159, or files of "
-        "them, as a spike's samples.jsonl. No other sample moves; their places hold padding that no loss counts.",
+        "Samples to leave out, by position in the training order: numbers, ranges such as 4096-4159, or files of "
+        "either, such as a spike's samples.jsonl. No other sample moves; skipped positions hold padding without "
+        "loss.",
         metavar="SAMPLES",
     )
     num_workers: int = free(2, "Background threads that load batches; 0 loads in the loop.", at_least=0)

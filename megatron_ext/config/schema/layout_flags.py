@@ -59,7 +59,8 @@ class LayoutConfig:
     )
     expert_model_parallel_size: int = free(
         1,
-        "Ranks that share the experts of a layer; they are taken from the data-parallel (and tensor-parallel) ranks.",
+        "Expert-parallel size: ranks that share the experts of a layer, out of the data-parallel (and "
+        "tensor-parallel) ranks.",
         at_least=1,
     )
     expert_tensor_parallel_size: int | None = free(
@@ -71,7 +72,8 @@ class LayoutConfig:
     )
     moe_token_dispatcher_type: str = free(
         "allgather",
-        "How tokens reach their experts: all of them gathered on every rank, or each sent to where it is needed.",
+        "How tokens reach their experts: gathered on every rank (allgather), or sent only to ranks that need them "
+        "(alltoall).",
         choices=("allgather", "alltoall"),
         read_with=_EXPERTS,
     )
@@ -79,19 +81,22 @@ class LayoutConfig:
         None, "Interleave: layers in each virtual stage (model chunk).", at_least=1
     )
     num_virtual_stages_per_pipeline_rank: int | None = free(
-        None, "Interleave: model chunks on each pipeline rank; the other way to say the same.", at_least=1
+        None,
+        "Interleaved schedule: model chunks on each pipeline rank; an alternative to "
+        "--num-layers-per-virtual-pipeline-stage.",
+        at_least=1,
     )
     use_tp_pp_dp_mapping: bool = free(
         False, "Number ranks so that pipeline stages are neighbours and data-parallel ranks farthest apart."
     )
     decoder_first_pipeline_num_layers: int | None = free(
         None,
-        "Layers of the first pipeline stage; the stages without a number of their own share the rest evenly.",
+        "Layers of the first pipeline stage; the other stages share the rest evenly.",
         at_least=1,
     )
     decoder_last_pipeline_num_layers: int | None = free(
         None,
-        "Layers of the last pipeline stage; the stages without a number of their own share the rest evenly.",
+        "Layers of the last pipeline stage; the other stages share the rest evenly.",
         at_least=1,
     )
     account_for_embedding_in_pipeline_split: bool = free(
@@ -174,7 +179,8 @@ class LayoutConfig:
     )
     distributed_timeout_minutes: float = free(
         10.0,
-        "How long a rank waits in a collective, or for its data, in minutes; then the run ends, and says for whom.",
+        "Minutes that a rank waits in a collective or for its data before the run ends and names the ranks that are "
+        "missing.",
     )
     device: str = free(
         "auto", "What computes: GPUs, or CPU processes.", choices=("auto", "cuda", "cpu"), needs_gpu=("cuda",)

@@ -55,12 +55,12 @@ class ModelConfig:
     )
     num_query_groups_local: int | None = option(
         None,
-        "Number of key/value heads in layers with a window; default: as many as in the others.",
+        "Number of key/value heads in sliding-window layers; default: as many as in the other layers.",
         resume="shape",
         at_least=1,
     )
     value_channels: int | None = option(
-        None, "Size of one value head; default that of a query and key head.", resume="shape", at_least=1
+        None, "Channels of one value head; default: --kv-channels.", resume="shape", at_least=1
     )
     value_multiplier: float = option(1.0, "Factor of attention's values.", resume="function", positive=True)
     seq_length: int = option(None, "Tokens in one training sample.", resume="free", required="1024", at_least=1)
@@ -96,7 +96,7 @@ class ModelConfig:
     )
     rotary_base_local: float | None = option(
         None,
-        "That of layers with a window, whose frequencies are then not stretched; default: they rotate as the others.",
+        "RoPE base of sliding-window layers, unscaled; default: --rotary-base, scaled as in the other layers.",
         resume="function",
         positive=True,
     )
@@ -112,29 +112,29 @@ class ModelConfig:
     )
     rotary_seq_len_interpolation_factor: float = option(
         1.0,
-        "What positions are divided by before they give angles of rotation: how far the context is stretched.",
+        "Divide positions by this factor before RoPE (linear scaling): how far the context is stretched.",
         resume="function",
         positive=True,
         read_with=_ROTARY,
     )
     window_size: str | None = option(
         None,
-        "Positions before and after its own that a query sees in layers with a window, such as 4095,0, which are 4,096 "
-        "with its own; the second is 0. -1,0 is no limit.",
+        "Sliding window LEFT,RIGHT of windowed layers: a query sees LEFT positions before its own and RIGHT after; "
+        "RIGHT is 0, LEFT -1 is no limit. 4095,0 is a window of 4096 positions.",
         resume="function",
         metavar="LEFT,RIGHT",
     )
     window_attn_skip_freq: str | None = option(
         None,
-        "Which layers have the window of --window-size; default all. N: N - 1 layers with it and one without, in turn; "
-        "a list such as [1,1,1,0]*6: those with a 1.",
+        "Layers with the window of --window-size; default all. N: in every N layers the last has none; a list such "
+        "as [1,1,1,0]*6: layers marked 1 have it.",
         resume="function",
         metavar="N|LIST",
     )
     no_rope_freq: str | None = option(
         None,
-        "Which layers rotate nothing, with --position-embedding-type rope; default none. N: every N-th layer; a list "
-        "such as [0,0,0,1]*6: those with a 1.",
+        "Layers without rotary positions, with --position-embedding-type rope; default none. N: every N-th layer; a "
+        "list such as [0,0,0,1]*6: layers marked 1.",
         resume="function",
         metavar="N|LIST",
     )
@@ -158,20 +158,20 @@ class ModelConfig:
     )
     rope_scaling_low_freq_factor: float = option(
         1.0,
-        "Wavelengths above original length / this are stretched in full.",
+        "With --use-rope-scaling, wavelengths above the original context length divided by this are stretched in full.",
         resume="function",
         positive=True,
         read_with=_SCALED,
     )
     rope_scaling_high_freq_factor: float = option(
         4.0,
-        "Wavelengths below original length / this are left alone.",
+        "With --use-rope-scaling, wavelengths below the original context length divided by this are not stretched.",
         resume="function",
         read_with=_SCALED,
     )
     rope_scaling_original_max_position_embeddings: int = option(
         8192,
-        "Context length that the model had before the stretch.",
+        "With --use-rope-scaling, context length that the model had before the stretch.",
         resume="function",
         at_least=1,
         read_with=_SCALED,
@@ -187,8 +187,8 @@ class ModelConfig:
     )
     hybrid_layer_pattern: str | None = option(
         None,
-        "What each layer is, alone: * attention, - MLP, E experts, {choices}. | ends a chunk of the pipeline. A layer "
-        "has one norm and adds once, and there are as many as letters.",
+        "One letter for each layer: * attention, - MLP, E experts, {choices}. | ends a pipeline chunk. Each layer "
+        "has one norm and one residual addition; --num-layers is the number of letters.",
         resume="shape",
         metavar="LETTERS",
         aliases=("--hybrid-override-pattern",),
@@ -196,15 +196,16 @@ class ModelConfig:
     )
     rope_type: str | None = option(
         None,
-        "How rotary frequencies are stretched: not at all, by YaRN, by factors of pairs of channels (longrope), or "
-        "by a larger base (dynamic), both by --seq-length; default yarn with --multi-latent-attention, else rope.",
+        "Scaling of rotary frequencies: none (rope), YaRN, factors for each pair of channels (longrope), or a "
+        "larger base (dynamic); the last two by --seq-length. Default yarn with --multi-latent-attention, else "
+        "rope.",
         resume="function",
         choices=("rope", "yarn", "longrope", "dynamic"),
         needs=dict.fromkeys(("yarn", "longrope", "dynamic"), _STRETCHED),
     )
     rotary_scaling_factor: float = option(
         1.0,
-        "How far --rope-type stretches the context.",
+        "With --rope-type yarn, longrope or dynamic, how far the context is stretched.",
         resume="function",
         at_least=1,
         read_with=_YARN,
@@ -212,7 +213,7 @@ class ModelConfig:
     )
     original_max_position_embeddings: int = option(
         4096,
-        "Context length that the model had before that.",
+        "With --rope-type yarn, longrope or dynamic, context length that the model had before the stretch.",
         resume="function",
         at_least=1,
         read_with=_YARN,
@@ -220,8 +221,8 @@ class ModelConfig:
     )
     rotary_attention_factor: float | None = option(
         None,
-        "What rotated queries and keys are multiplied by with --rope-type yarn and longrope; default as these were "
-        "published, by --mscale or by the logarithm of the factor.",
+        "With --rope-type yarn or longrope, factor of rotated queries and keys; default as published: from --mscale "
+        "(yarn) or the logarithm of the stretch (longrope).",
         resume="function",
         positive=True,
         read_with=_YARN,
@@ -229,18 +230,23 @@ class ModelConfig:
     )
     longrope_short_factor: tuple[float, ...] | None = option(
         None,
-        "By how much --rope-type longrope stretches each pair of channels, where --seq-length is no longer than "
+        "With --rope-type longrope, stretch of each pair of channels where --seq-length is at most "
         "--original-max-position-embeddings.",
         resume="function",
         read_with=_YARN,
         dropped_unread=True,
     )
     longrope_long_factor: tuple[float, ...] | None = option(
-        None, "The same where --seq-length is longer.", resume="function", read_with=_YARN, dropped_unread=True
+        None,
+        "With --rope-type longrope, stretch of each pair of channels where --seq-length is above "
+        "--original-max-position-embeddings.",
+        resume="function",
+        read_with=_YARN,
+        dropped_unread=True,
     )
     beta_fast: float = option(
         32.0,
-        "Channels that turn more often than this in that context are left alone by YaRN.",
+        "YaRN: channels with more rotations than this over the original context are not stretched.",
         resume="function",
         positive=True,
         read_with=_YARN,
@@ -248,7 +254,7 @@ class ModelConfig:
     )
     beta_slow: float = option(
         1.0,
-        "Channels that turn less often than this are stretched in full by YaRN.",
+        "YaRN: channels with fewer rotations than this over the original context are stretched in full.",
         resume="function",
         positive=True,
         read_with=_YARN,
@@ -256,14 +262,14 @@ class ModelConfig:
     )
     no_yarn_correction_range_round_to_int: bool = option(
         False,
-        "Do not round the indices of the channels that turn so often outwards.",
+        "YaRN: do not round the channel indices between which stretched channels pass into unstretched ones.",
         resume="function",
         read_with=_YARN,
         dropped_unread=True,
     )
     mscale: float = option(
         1.0,
-        "How much YaRN lengthens rotated channels: 0.1 x this x ln(factor) + 1.",
+        "YaRN: rotated queries and keys are multiplied by 0.1 x mscale x ln(stretch) + 1.",
         resume="function",
         at_least=0,
         read_with=_YARN,
@@ -271,7 +277,8 @@ class ModelConfig:
     )
     mscale_all_dim: float = option(
         0.0,
-        "How much of that goes to the scores of all channels instead, by its square.",
+        "YaRN: with m = 0.1 x mscale_all_dim x ln(stretch) + 1, all attention scores are multiplied by m squared, "
+        "and rotated queries and keys divided by m.",
         resume="function",
         at_least=0,
         read_with=_YARN,
@@ -279,19 +286,22 @@ class ModelConfig:
     )
     swiglu: bool = option(False, "SwiGLU activation in the MLP (gate x SiLU).", resume="shape")
     geglu: bool = option(
-        False, "GeGLU activation in the MLP (gate x GELU), with --openai-gelu in its tanh form.", resume="shape"
+        False, "GeGLU activation in the MLP (gate x GELU); with --openai-gelu the tanh form of GELU.", resume="shape"
     )
     quick_geglu: bool = option(
-        False, "GeGLU in the MLP whose GELU is approximated by x sigmoid(1.702 x), as GPT-OSS has it.", resume="shape"
+        False,
+        "GeGLU activation in the MLP with GELU approximated by x sigmoid(1.702 x), as in GPT-OSS.",
+        resume="shape",
     )
     activation_func_clamp_value: float | None = option(
         None,
-        "Largest value in the MLP's gate, before its activation, and largest size of what it multiplies; default none.",
+        "Gated MLP: upper bound of the gate before its activation, and bound of the absolute value of the linear "
+        "half; default none.",
         resume="function",
         positive=True,
     )
     glu_linear_offset: float = option(
-        0.0, "What is added to what the MLP's gate multiplies, as GPT-OSS has it.", resume="function"
+        0.0, "Gated MLP: added to the linear half before the product with the gate; 1 in GPT-OSS.", resume="function"
     )
     xielu: bool = option(
         False,
@@ -305,7 +315,7 @@ class ModelConfig:
     normalization: str = option("LayerNorm", "Kind of norm.", resume="shape", choices=("LayerNorm", "RMSNorm"))
     norm_parameters: str = option(
         "all",
-        "What norms have of their own: a weight and, in LayerNorm, a bias (all); a weight alone; or nothing.",
+        "Parameters of each norm: a weight and, for LayerNorm, a bias (all); only a weight; or none.",
         resume="shape",
         choices=("all", "weight", "none"),
         needs={
@@ -319,16 +329,16 @@ class ModelConfig:
     )
     norm_position: str = option(
         "before",
-        "Whether norms stand before attention and MLP, after them, on what they add to the residual stream, or both; "
-        "after-attention: after them in layers with attention, before them in the others; after-experts: before them, "
-        "and after experts.",
+        "Norms before attention and MLP, after them (on their outputs), or both; after-attention: after attention "
+        "and MLP in attention layers, before them in all other layers; after-experts: before attention and MLP, and "
+        "after experts.",
         resume="shape",
         choices=("before", "after", "both", "after-attention", "after-experts"),
     )
     parallel_residual: str = option(
         "none",
-        "Attention and MLP read the same residual stream, through one norm (GPT-J, Falcon 7B, Command R) or each "
-        "through its own (GPT-NeoX, Falcon 40B); with none the MLP reads what attention has added to.",
+        "Attention and MLP read the same residual stream, through one norm (GPT-J, Falcon 7B, Command R) or two "
+        "(GPT-NeoX, Falcon 40B); none: the MLP reads the stream after attention.",
         resume="shape",
         choices=("none", "one-norm", "two-norms"),
         needs={
@@ -355,7 +365,7 @@ class ModelConfig:
     )
     mlp_multipliers: tuple[float, ...] | None = option(
         None,
-        "Factors of the gate of SwiGLU, before its activation, and of what the MLP gives; default 1.",
+        "SwiGLU: factors of the gate before its activation, and of the MLP's output; default 1.",
         resume="function",
     )
     logits_multiplier: float = option(1.0, "Factor of the logits.", resume="function", positive=True)
@@ -374,13 +384,13 @@ class ModelConfig:
     )
     softmax_type_local: str | None = option(
         None,
-        "That of layers with a window; default: as in the others.",
+        "--softmax-type of sliding-window layers; default: --softmax-type.",
         resume="shape",
         choices=("vanilla", "off-by-one", "learnable"),
     )
     attention_logit_softcapping: float | None = option(
         None,
-        "Bound c of attention's scores, as c tanh(scores / c), as Gemma 2 has it; default none.",
+        "Softcap c of attention scores: c tanh(scores / c), as in Gemma 2; default none.",
         resume="function",
         positive=True,
     )
@@ -394,27 +404,26 @@ class ModelConfig:
     )
     attention_output_gate_over: str = option(
         "channel",
-        "What each of these channels multiplies: a channel, or a whole head, as Step-3.5 has it; they are then as many "
-        "as heads.",
+        "What one gate of --attention-output-gate multiplies: a channel, or a whole head, as in Step-3.5.",
         resume="shape",
         choices=("channel", "head"),
         needs={"head": [Need("attention_output_gate", True, "gates of what attention gives")]},
     )
     qkv_clip: float | None = option(
         None,
-        "Largest size of each number in queries, keys and values, as OLMo and DBRX have it; default no limit.",
+        "Clamp queries, keys and values to [-c, c], as OLMo and DBRX; default no limit.",
         resume="function",
         positive=True,
     )
     attention_temperature_scale: float | None = option(
         None,
-        "Multiply queries by 1 + this x ln(1 + floor(position / --attention-temperature-step)); default they stay.",
+        "Multiply queries by 1 + scale x ln(1 + floor(position / --attention-temperature-step)); default no factor.",
         resume="function",
         positive=True,
     )
     attention_temperature_step: float = option(
         8192.0,
-        "Positions in which that factor stays as it is.",
+        "Number of positions over which the factor of --attention-temperature-scale stays constant.",
         resume="function",
         positive=True,
         read_with=ReadWith(
@@ -424,8 +433,8 @@ class ModelConfig:
     )
     attention_temperature_of: str = option(
         "fixed",
-        "Which layers do so: those that rotate nothing (--no-rope-freq), positions counted from 1, as in Llama 4; or "
-        "those that rotate, counted from 0, as in Ministral 3.",
+        "Layers with --attention-temperature-scale: without rotary positions (--no-rope-freq; positions counted "
+        "from 1, as in Llama 4), or with them (counted from 0, as in Ministral 3).",
         resume="function",
         choices=("fixed", "rotated"),
         needs={"rotated": [Need("position_embedding_type", "rope", "rotary positions")]},
@@ -436,13 +445,13 @@ class ModelConfig:
     )
     attention_chunk_size: int | None = option(
         None,
-        "Length of the chunks within which layers that rotate see each other in a longer sequence, as Llama 4 has it; "
-        "such sequences are refused. Default none.",
+        "Chunk length of chunked attention in rotary layers, as in Llama 4; sequences longer than one chunk are "
+        "refused. Default none.",
         resume="function",
         at_least=1,
     )
     untie_embeddings_and_output_weights: bool = option(
-        False, "Give the output layer its own matrix instead of the word embeddings'.", resume="shape"
+        False, "Give the output layer a matrix of its own instead of the word embedding table.", resume="shape"
     )
     z_loss_strength: float = option(
         0.0,
@@ -453,7 +462,7 @@ class ModelConfig:
     )
     lm_head_bias: bool = option(
         False,
-        "A bias of the logits, as Phi has it.",
+        "Add a bias to the logits, as Phi does.",
         resume="shape",
         needs={
             True: [
@@ -483,8 +492,7 @@ class ModelConfig:
     qk_layernorm: bool = option(False, "Normalize queries and keys.", resume="shape")
     qk_l2_norm: bool = option(
         False,
-        "Divide queries and keys that are rotated by their root mean square, as Llama 4 does: --qk-layernorm without "
-        "weights.",
+        "Divide rotated queries and keys by their root mean square, as Llama 4 does: --qk-layernorm without weights.",
         resume="function",
         needs={
             True: [
@@ -496,8 +504,8 @@ class ModelConfig:
     )
     qk_layernorm_over: str = option(
         "head",
-        "What --qk-layernorm normalizes: each head, with the weights of all or with its own (each-head), as Command R+ "
-        "does, or all heads of a token at once, as OLMo-2 does.",
+        "What --qk-layernorm normalizes over: one head, with weights shared by all heads or of each head "
+        "(each-head, Command R+), or all heads of a token (projection, OLMo-2).",
         resume="shape",
         choices=("head", "each-head", "projection"),
         needs={
@@ -510,7 +518,7 @@ class ModelConfig:
     )
     qk_layernorm_place: str = option(
         "before",
-        "Whether --qk-layernorm normalizes queries and keys before they are rotated, or after it, as Hunyuan does.",
+        "Whether --qk-layernorm comes before the rotation of queries and keys or after it, as in Hunyuan.",
         resume="function",
         choices=("before", "after"),
         needs={
@@ -540,7 +548,7 @@ class ModelConfig:
     )
     num_experts: int | None = option(
         None,
-        "Replace each layer's MLP by a mixture of this many experts.",
+        "Number of experts of each mixture-of-experts layer, in place of the layer's MLP.",
         resume="shape",
         at_least=1,
         at_most=65_536,
@@ -548,18 +556,18 @@ class ModelConfig:
     )
     moe_layer_freq: str | None = option(
         None,
-        "Which layers have experts, the others an MLP; default all. N: one of N layers, the first; a list such as "
-        "[0]*3+[1]*58: those with a 1.",
+        "Layers with experts instead of an MLP; default all. N: the first of every N layers; a list such as "
+        "[0]*3+[1]*58: layers marked 1.",
         resume="shape",
         metavar="N|LIST",
     )
     moe_ffn_hidden_size: int | None = option(
-        None, "Width inside each expert; default the width of the MLP that they replace.", resume="shape", at_least=1
+        None, "Width inside each expert; default: --ffn-hidden-size.", resume="shape", at_least=1
     )
     moe_latent_size: int | None = option(
         None,
-        "Width of what routed experts read and give, between a projection of all of them down and one up; default "
-        "--hidden-size.",
+        "Width of the inputs and outputs of routed experts, behind one projection down and one up that all experts "
+        "share; default --hidden-size.",
         resume="shape",
         at_least=1,
     )
@@ -568,8 +576,8 @@ class ModelConfig:
     )
     moe_router_score_function: str = option(
         "softmax",
-        "What turns the router's logits into scores; but for softmax, those of a token's experts are divided by their "
-        "sum.",
+        "Function from router logits to scores; with any but softmax the scores of a token's experts are divided by "
+        "their sum.",
         resume="function",
         choices=("softmax", "sigmoid", "sqrtsoftplus"),
         read_with=_EXPERTS,
@@ -631,7 +639,7 @@ class ModelConfig:
     )
     moe_apply_probs_on_input: bool = option(
         False,
-        "Multiply the input of a token's one expert by its weight, not what is inside it.",
+        "Multiply the input of a token's one expert by its weight, instead of its inner activations.",
         resume="function",
         needs={True: [Need("moe_router_topk", 1, "one expert for each token")]},
         read_with=_EXPERTS,
@@ -639,21 +647,21 @@ class ModelConfig:
     moe_router_sparsemixer_eps: float | None = option(
         None,
         "Choose two experts of a token one after the other by SparseMixer-v2, as Phi-3.5-MoE does: in training at "
-        "random among those whose logits are within 2 eps of the largest, relative to it; default the top k.",
+        "random among experts whose logits are within 2 eps of the largest, relative to the largest; default top k.",
         resume="function",
         positive=True,
     )
     moe_router_dtype: str | None = option(
         None,
-        "Precision of the router's logits; default that of the weights.",
+        "Precision of the router's logits; default: the precision of the weights.",
         resume="function",
         choices=("fp32", "fp64"),
         read_with=_EXPERTS,
     )
     moe_router_load_balancing_type: tuple[str, ...] | None = option(
         None,
-        "What spreads tokens over experts: auxiliary losses of each microbatch (the default), of each sample or of "
-        "the global batch so far, Sinkhorn's assignment of each microbatch, or nothing.",
+        "Load balancing of experts: an auxiliary loss over each microbatch (the default), each sample or the global "
+        "batch so far; Sinkhorn's assignment of each microbatch; or none.",
         resume="free",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
         read_with=_EXPERTS,
@@ -663,14 +671,15 @@ class ModelConfig:
     )
     moe_expert_capacity_factor: float | None = option(
         None,
-        "Most tokens of a microbatch that an expert takes in training, over those of an even load; the others pass it "
-        "by. Default no limit.",
+        "Capacity of an expert in training: factor of the even share of a microbatch's tokens; tokens above it skip "
+        "the expert. Default no limit.",
         resume="free",
         positive=True,
     )
     moe_token_drop_policy: str = option(
         "probs",
-        "Which tokens an expert takes by --moe-expert-capacity-factor: those of the greatest weight, or the first.",
+        "Tokens that an expert keeps under --moe-expert-capacity-factor: the ones of greatest router weight "
+        "(probs), or the first (position).",
         resume="free",
         choices=("probs", "position"),
         read_with=ReadWith(
@@ -684,10 +693,10 @@ class ModelConfig:
         positive=True,
     )
     moe_router_force_load_balancing: bool = option(
-        False, "For benchmarks: experts are chosen at random, so that all have the same load.", resume="free"
+        False, "For benchmarks: choose experts at random, so that all have the same load.", resume="free"
     )
     moe_z_loss_coeff: float | None = option(
-        None, "Weight of the router's z-loss, which keeps its logits small, in the total loss.", resume="free"
+        None, "Coefficient of the router's z-loss, which keeps router logits small, in the total loss.", resume="free"
     )
     moe_shared_expert_intermediate_size: int | None = option(
         None,
@@ -744,14 +753,14 @@ class ModelConfig:
     )
     mup_base_head_dim: float | None = option(
         None,
-        "With --use-mup, the head size for which attention's scale is 1 / its square root; default 1.",
+        "muP: head size at which attention's scale is 1 / its square root; default 1.",
         resume="function",
         positive=True,
         read_with=_MUP,
     )
     mup_attn_scale_power: float = option(
         1.0,
-        "With --use-mup, attention's scale falls with the head size by this power.",
+        "muP: power of the head size by which attention's scale falls.",
         resume="function",
         at_least=0,
         read_with=_MUP,
@@ -769,7 +778,10 @@ class ModelConfig:
         0.1, "Dropout probability of embeddings and residual branches.", resume="free", share=True
     )
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", resume="free", at_least=1
+        128,
+        "Pad the vocabulary to a multiple of this number times the tensor-parallel size.",
+        resume="free",
+        at_least=1,
     )
     transformer_impl: str = option(
         "local",

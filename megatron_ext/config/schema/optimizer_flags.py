@@ -52,7 +52,7 @@ class OptimizerConfig:
     )
     decoupled_min_lr: float | None = option(
         None,
-        "Their learning rate at the end of the decay; default --min-lr.",
+        "Learning rate of the word embeddings and the output layer at the end of the decay; default --min-lr.",
         resume="curve",
         at_least=0,
         read_with=_DECAYS,
@@ -85,13 +85,15 @@ class OptimizerConfig:
     )
     lr_decay_samples: int | None = option(
         None,
-        "The same in samples, for a run given by --train-samples.",
+        "Samples over which the learning rate decays, for a run given by --train-samples.",
         resume="curve",
         at_least=1,
         read_with=_DECAY_ENDS,
     )
     lr_warmup_iters: int = option(0, "Steps of linear warmup.", resume="curve")
-    lr_warmup_samples: int = option(0, "The same in samples, for a run given by --train-samples.", resume="curve")
+    lr_warmup_samples: int = option(
+        0, "Samples over which the learning rate warms up, for a run given by --train-samples.", resume="curve"
+    )
     lr_warmup_fraction: float | None = option(None, "Warmup as a share of the decay steps.", resume="curve")
     lr_warmup_init: float = option(0.0, "Learning rate at the start of the warmup.", resume="curve")
     lr_wsd_decay_style: str = option(
@@ -102,7 +104,7 @@ class OptimizerConfig:
         read_with=_WSD,
     )
     lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.", resume="curve")
-    lr_wsd_decay_samples: int | None = option(None, "The same in samples.", resume="curve")
+    lr_wsd_decay_samples: int | None = option(None, "Samples of the final decay of the WSD curve.", resume="curve")
     curves_in_full_batches: bool = option(
         False,
         "Take the iterations of the curves of learning rate and weight decay for full global batches while the batch "
@@ -115,8 +117,8 @@ class OptimizerConfig:
     )
     lr_power_scale: float = option(
         4.6,
-        "Of power: the rate is this times --global-batch-size times a power of the tokens before the step, and at most "
-        "--lr.",
+        "With --lr-decay-style power: the rate is this factor x --global-batch-size x a power of the tokens before "
+        "the step, and at most --lr.",
         resume="curve",
         positive=True,
         read_with=_POWER,
@@ -128,11 +130,9 @@ class OptimizerConfig:
         0.01, "Weight decay of matrices; norms and biases have none.", resume="curve", at_least=0
     )
     start_weight_decay: float | None = option(
-        None, "Weight decay at the start, where it changes over the run.", resume="curve"
+        None, "Weight decay at the start of a changing weight decay.", resume="curve"
     )
-    end_weight_decay: float | None = option(
-        None, "Weight decay at the end, where it changes over the run.", resume="curve"
-    )
+    end_weight_decay: float | None = option(None, "Weight decay at the end of a changing weight decay.", resume="curve")
     weight_decay_incr_style: str = option(
         "constant",
         "How the weight decay changes over the run.",
@@ -162,8 +162,8 @@ class OptimizerConfig:
     )
     ema_decay: float = free(
         0.0,
-        "Keep an exponential moving average of the weights with this decay, 0.999 for example, in checkpoints, too; 0 "
-        "for none.",
+        "Keep an exponential moving average of the weights with this decay (0.999, for example), also in "
+        "checkpoints; 0: none.",
         share=True,
     )
     eval_ema: bool = free(
@@ -178,19 +178,19 @@ class OptimizerConfig:
     adam_eps: float = free(1e-8, "Adam's epsilon.", positive=True)
     exp_avg_dtype: str = free(
         "fp32",
-        "Precision in which Adam keeps its first moment; in fp16 it is kept as a root, whose range suffices.",
+        "Precision of Adam's first moment; in fp16 its root is kept, whose range suffices.",
         choices=("fp32", "bf16", "fp16"),
         refused=_BY_TENSOR,
     )
     exp_avg_sq_dtype: str = free(
         "fp32",
-        "Precision in which Adam keeps its second moment; in fp16 it is kept as a root, whose range suffices.",
+        "Precision of Adam's second moment; in fp16 its root is kept, whose range suffices.",
         choices=("fp32", "bf16", "fp16"),
         refused=_BY_TENSOR,
     )
     main_grads_dtype: str = free(
         "fp32",
-        "Precision in which gradients are kept and reduced with --bf16; bf16 is the same as --grad-reduce-in-bf16.",
+        "Precision in which gradients are kept and reduced with --bf16; bf16 is --grad-reduce-in-bf16.",
         choices=("fp32", "bf16"),
     )
     sgd_momentum: float = free(0.9, "Momentum of SGD.", at_least=0)
@@ -204,21 +204,23 @@ class OptimizerConfig:
         choices=SCALE_MODES,
     )
     muon_extra_scale_factor: float = free(
-        1.0, "What Muon's updates are multiplied by besides; with spectral, 0.2 makes them as large as Adam's."
+        1.0, "Muon: further factor of the updates; with --muon-scale-mode spectral, 0.2 makes them as large as Adam's."
     )
     muon_num_ns_steps: int = free(5, "Newton-Schulz iterations that make Muon's updates orthogonal.", at_least=1)
-    muon_coefficient_type: str = free("quintic", "Coefficients of these iterations.", choices=COEFFICIENT_TYPES)
+    muon_coefficient_type: str = free(
+        "quintic", "Muon: coefficients of the Newton-Schulz iterations.", choices=COEFFICIENT_TYPES
+    )
     muon_no_split_qkv: bool = free(False, "Make queries, keys and values orthogonal as one matrix, not as three.")
     muon_tp_mode: str = free(
         "duplicated",
-        "How tensor-parallel ranks compute the update of a matrix that they divide: each gathers and computes all of "
-        "it, or a part of each product, or its part as if that were a matrix, which makes another curve.",
+        "Muon with tensor parallelism: each rank gathers and updates the whole matrix (duplicated), a part of each "
+        "product (distributed), or its own part as a matrix, which changes the curve (blockwise).",
         choices=("duplicated", "distributed", "blockwise"),
     )
     muon_fp32_matmul_prec: str = free(
         "medium",
-        "Precision of these iterations' products on GPUs, as torch names it: high and medium are TF32; a CPU computes "
-        "in fp32. (Of emerging-optimizers, which Megatron-LM calls, medium is bf16 on both.)",
+        "Muon: precision of the Newton-Schulz products on GPUs, by torch's names: high and medium are TF32; a CPU "
+        "computes in fp32. (In emerging-optimizers, which Megatron-LM calls, medium is bf16 on both.)",
         choices=("highest", "high", "medium"),
         refused={"low": "torch has no such precision"},
         unread_on_cpu="Muon's products are in fp32",
@@ -238,7 +240,7 @@ class OptimizerConfig:
         1e-3, "Smallest root mean square of a matrix that Adafactor's steps are relative to.", at_least=0
     )
     adafactor_clip: float = free(
-        1.0, "Root mean square above which Adafactor's updates are clipped, before their step.", at_least=1
+        1.0, "Adafactor: root mean square above which updates are clipped, before the learning rate.", at_least=1
     )
     qk_clip: bool = free(
         False,
@@ -246,7 +248,10 @@ class OptimizerConfig:
         "(MuonClip).",
     )
     qk_clip_alpha: float = free(
-        0.5, "The queries' share of that; the keys have the rest.", share=True, read_with=_CLIPS_PRODUCTS
+        0.5,
+        "--qk-clip: exponent of the queries' share of the rescaling; keys have the rest.",
+        share=True,
+        read_with=_CLIPS_PRODUCTS,
     )
     qk_clip_threshold: float = free(
         100.0,
@@ -257,7 +262,10 @@ class OptimizerConfig:
     ademamix_beta3: float = free(0.9999, "Decay of AdEMAMix's slow average.", share=True)
     ademamix_alpha: float = free(5.0, "The slow average's share of AdEMAMix's steps.", at_least=0)
     ademamix_warmup: int = free(
-        0, "Updates in which both reach these values, from --adam-beta1 and 0 on; the paper takes all.", at_least=0
+        0,
+        "AdEMAMix: updates over which alpha and beta3 rise to their values, from 0 and --adam-beta1; the paper "
+        "takes all updates.",
+        at_least=0,
     )
     optimizer_cpu_offload: bool = free(
         False, "Keep optimizer state in host memory, and update there.", saves_memory=True, untried_with_graphs=True

@@ -38,10 +38,8 @@ class TrainingConfig:
         metavar="TOKENS:SAMPLES",
         joined=True,
     )
-    train_iters: int | None = free(None, "Stop after this many optimizer steps.", at_least=1)
-    train_samples: int | None = free(
-        None, "Stop after this many samples; the other way to give the length.", at_least=1
-    )
+    train_iters: int | None = free(None, "Length of the run in optimizer steps.", at_least=1)
+    train_samples: int | None = free(None, "Length of the run in samples; an alternative to --train-iters.", at_least=1)
     stages: str | None = free(
         None,
         "YAML file of the blend, length, rotary base and micro batch from an iteration on; the run saves, and goes on "
@@ -100,7 +98,9 @@ class TrainingConfig:
     )
     sample_tokens: int = free(32, "Most tokens of a sample of --sample-interval.", at_least=1, read_with=_SAMPLES)
     eval_at_start: bool = free(False, "Evaluate before the first step too.", read_with=_EVALUATES)
-    exit_interval: int | None = free(None, "Save and stop when the step is a multiple of this.", at_least=1)
+    exit_interval: int | None = free(
+        None, "Save and stop at the first step that is a multiple of this number.", at_least=1
+    )
     exit_duration_in_mins: float | None = free(None, "Save and stop after this many minutes.", positive=True)
     exit_signal_handler: bool = free(
         False, "Accepted for Megatron's sake: SIGTERM always saves and stops here (exit code 75)."
@@ -195,16 +195,17 @@ class TrainingConfig:
     grad_reduce_in_bf16: bool = free(
         False, "With --bf16, accumulate and reduce gradients in bf16: half the memory and traffic, less exact."
     )
-    recompute_activations: bool = free(False, "The same as --recompute-granularity selective.", saves_memory=True)
+    recompute_activations: bool = free(False, "Short for --recompute-granularity selective.", saves_memory=True)
     recompute_granularity: str | None = free(
         None,
-        "Recompute whole layers, or some of their parts, in the backward pass.",
+        "Activation recomputation in the backward pass: full (whole layers) or selective (the parts of "
+        "--recompute-modules).",
         saves_memory=True,
         choices=("full", "selective"),
     )
     moe_layer_recompute: bool = free(
         False,
-        "The same as --recompute-granularity selective with moe among --recompute-modules.",
+        "Short for --recompute-granularity selective with moe among --recompute-modules.",
         saves_memory=True,
         read_with=ReadWith("num_experts", "without --num-experts there are no experts"),
     )
@@ -237,7 +238,7 @@ class TrainingConfig:
     )
     error_injection_rate: int = free(
         0,
-        "For tests of resilience: of so many steps of a rank, one gives a NaN for its loss; 0: none.",
+        "For tests of resilience: one in this many steps of a rank gives NaN for its loss; 0: none.",
         at_least=0,
         read_with=_CHECKED,
     )
@@ -259,9 +260,9 @@ class TrainingConfig:
     )
     spike_threshold: float | None = free(
         None,
-        "Run a batch again before its update, in other data-parallel ranks' places, whose loss is above so many times "
-        "the median of the last 100 steps (or NaN): another loss than before is faulty hardware (70), the same is the "
-        "data, which is written to spike-<iteration> in --save.",
+        "Repeat a batch on other data-parallel ranks before its update if its loss exceeds this multiple of the "
+        "median of the last 100 steps (or is NaN). Another loss the second time means faulty hardware (exit 70); "
+        "the same loss means the data, written to spike-<iteration> in --save.",
         at_least=1,
         untried_with_graphs=True,
     )
@@ -277,12 +278,10 @@ class TrainingConfig:
         "routers, and the first and last stage the same tied embeddings, bit for bit (else 70).",
         at_least=1,
     )
-    manual_gc: bool = free(
-        False, "Collect Python's garbage on all ranks at the same steps, not whenever one of them happens to."
-    )
+    manual_gc: bool = free(False, "Collect Python's garbage at the same steps on all ranks.")
     manual_gc_interval: int = free(
         0,
-        "With --manual-gc, steps between two collections; 0 for none but those of evaluations.",
+        "With --manual-gc, steps between two collections; 0: only at evaluations.",
         at_least=0,
         read_with=_MANUAL_GC,
     )
@@ -308,7 +307,7 @@ class TrainingConfig:
     )
     torch_compile: bool = free(False, "Compile each layer with torch.compile.", untried_with_graphs=True)
     disable_jit_fuser: bool = free(
-        False, "Compile none of megatron-core's small functions (on GPUs dropout with its residual, SwiGLU and others)."
+        False, "Do not compile megatron-core's small functions (on GPUs: dropout with residual, SwiGLU and others)."
     )
     no_bias_dropout_fusion: bool = free(False, "On GPUs, do not compile bias, dropout and residual into one kernel.")
     no_bias_swiglu_fusion: bool = free(False, "On GPUs, do not compile SwiGLU and its bias into one kernel.")
@@ -320,14 +319,14 @@ class TrainingConfig:
     )
     linear_cross_entropy: bool = free(
         False,
-        "Compute the output layer and its cross-entropy together, a part of the tokens at a time, so that the logits "
-        "are never in memory as a whole; gradients are exact.",
+        "Compute output layer and cross-entropy together, for a part of the tokens at a time, so that the full "
+        "logits are never in memory; gradients are exact.",
         saves_memory=True,
     )
     gradient_accumulation_fusion: bool = free(
         False,
-        "Add the weight gradients of linear layers to the main gradients in the matrix product that computes them, on "
-        "GPUs without rounding them to 16 bits. There it is the default, where no other flag stands in the way.",
+        "Add weight gradients of linear layers to the main gradients inside the matrix product that computes them, "
+        "on GPUs without rounding to 16 bits; on GPUs the default unless another flag rules it out.",
     )
     no_gradient_accumulation_fusion: bool = free(
         False,

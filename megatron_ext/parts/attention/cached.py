@@ -228,7 +228,7 @@ class KeyValueCache(WholeSequences):
 
     def keep(self, layer_number: int, latents_B1SD: torch.Tensor, rank: int) -> None:
         """Keep latents in place of keys and values: `positions` x D numbers of a row. The values are part of them."""
-        kept = self._begun(latents_B1SD)
+        kept = self._first_of_cache(latents_B1SD)
         self._kept[layer_number] = kept, kept[..., :rank]
 
     def counted(self, length: int) -> torch.Tensor | None:
@@ -295,7 +295,7 @@ class KeyValueCache(WholeSequences):
         query_BHSD, key_BGSD, value_BGSD = heads
         if self._is_first:
             if layer_number not in self._kept:
-                self._kept[layer_number] = self._begun(key_BGSD), self._begun(value_BGSD)
+                self._kept[layer_number] = self._first_of_cache(key_BGSD), self._first_of_cache(value_BGSD)
             return super().attend(layer_number, *heads, scale=scale, window=window, scores=scores)
         rows, groups, tokens, channels = key_BGSD.shape
         first = 0 if window is None else max(0, self._length - tokens + 1 - window)
@@ -348,7 +348,7 @@ class KeyValueCache(WholeSequences):
             self._unseen_B11T = self._unseen_B11T.to(dtype)
         return self._unseen_B11T[..., first : self._length]
 
-    def _begun(self, heads_BGSD: torch.Tensor) -> torch.Tensor:
+    def _first_of_cache(self, heads_BGSD: torch.Tensor) -> torch.Tensor:
         rows, heads, length, channels = heads_BGSD.shape
         kept = heads_BGSD.new_zeros(rows, heads, self.positions, channels)
         if self._source_B1S1 is not None:

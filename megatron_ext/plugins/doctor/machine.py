@@ -89,17 +89,17 @@ def checkpoints_have_room(launch: Launch) -> Iterator[Finding]:
     if launch.config is None or launch.config.checkpoint.save is None:
         return
     path = Path(launch.config.checkpoint.save).absolute()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     where = f"--save {launch.config.checkpoint.save}"
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield error(
-            f"{where}: {there} cannot be written",
+            f"{where}: {existing} cannot be written",
             "the run ends at its first checkpoint",
-            f"give a folder of yours, or chown {there}",
+            f"give a folder of yours, or chown {existing}",
             StorageError.exit_code,
         )
         return
-    free, one = shutil.disk_usage(there).free, checkpoint_bytes(launch.config)
+    free, one = shutil.disk_usage(existing).free, checkpoint_bytes(launch.config)
     kept = (launch.config.checkpoint.keep_last_checkpoints or 1) + 1  # the new one is whole before an old one goes
     text = f"{where}: {_size(free)} free, a checkpoint is about {_size(one)}"
     if free < one:

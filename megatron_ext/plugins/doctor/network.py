@@ -70,7 +70,7 @@ def port_is_free(launch: Launch) -> Iterator[Finding]:
 
 def interfaces_exist(launch: Launch) -> Iterator[Finding]:
     """Check that the network interfaces that variables name exist."""
-    there = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = launch.environment.get(variable)
         if not value or value.startswith("^"):  # NCCL: all but these
@@ -78,11 +78,15 @@ def interfaces_exist(launch: Launch) -> Iterator[Finding]:
         exact = value.startswith("=") or variable.startswith("GLOO")
         wanted = [name.partition(":")[0] for name in value.lstrip("=").split(",") if name]
         # NCCL takes prefixes, and any one of them; gloo every one, by its whole name.
-        present = [name for name in wanted if (name in there if exact else any(one.startswith(name) for one in there))]
-        others = [name for name in there if name != "lo"] or there
+        present = [
+            name
+            for name in wanted
+            if (name in interfaces if exact else any(one.startswith(name) for one in interfaces))
+        ]
+        others = [name for name in interfaces if name != "lo"] or interfaces
         if not present or (variable.startswith("GLOO") and present != wanted):
             yield error(
-                f"{variable}={value}: this machine has no such interface; it has {', '.join(there)}",
+                f"{variable}={value}: this machine has no such interface; it has {', '.join(interfaces)}",
                 "the backend finds no network and fails at its first connection",
                 f"export {variable}={others[0]}, or unset it",
             )

@@ -33,7 +33,7 @@ ARIA_TEXT = Family(
     "aria_text",
     "AriaTextForCausalLM",
     {
-        **{name: there for name, there in mixtures.MIXTURE_NAMES.items() if not name.startswith("mlp.linear_")},
+        **{name: theirs for name, theirs in mixtures.MIXTURE_NAMES.items() if not name.startswith("mlp.linear_")},
         **{**_EXPERTS, "mlp.router": ("mlp.router",)},
     },
     {**shared.DECODER_FLAGS, "disable_bias_linear": True, "moe_router_pre_softmax": False},

@@ -46,7 +46,7 @@ BAMBA = Family(
     "bamba",
     "BambaForCausalLM",
     {
-        **{name: there for name, there in FALCON_H1.names.items() if "self_attention.mamba." not in name},
+        **{name: theirs for name, theirs in FALCON_H1.names.items() if "self_attention.mamba." not in name},
         **mamba_layers.mamba_names("mamba"),
     },
     {**FALCON_H1.flags, "rotary_percent": 0.5},

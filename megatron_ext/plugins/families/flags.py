@@ -11,8 +11,9 @@ class FamilyFlags:
 
     hf_model_type: str | None = free(
         None,
-        "Type of a Hugging Face config.json as which the model is exported where it has that type's shape; a folder "
-        "that a run or a checkpoint begins from gives its own. Default: the first that has it.",
+        "Type (model_type of config.json) under which the model is exported to Hugging Face, if it has that type's "
+        "shape. Default: the type of the folder that the run or checkpoint began from, else the first type that "
+        "fits.",
         metavar="TYPE",
     )
 

@@ -40,7 +40,11 @@ GPTJ = Family(
     "gptj",
     "GPTJForCausalLM",
     {
-        **{name: there for name, there in GPT2.names.items() if "position" not in name and name != "pre_mlp_layernorm"},
+        **{
+            name: theirs
+            for name, theirs in GPT2.names.items()
+            if "position" not in name and name != "pre_mlp_layernorm"
+        },
         shared.QKV: ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
         "self_attention.linear_proj": ("attn.out_proj",),
         "mlp.linear_fc1": ("mlp.fc_in",),

@@ -14,7 +14,7 @@ _FAMILY = with_windows(GRANITEMOE, "granitemoe_swa", "GraniteMoeSWAForCausalLM",
 GRANITEMOE_SWA = replace(
     _FAMILY,
     names={
-        **{name: there for name, there in _FAMILY.names.items() if not name.startswith("mlp.")},
+        **{name: theirs for name, theirs in _FAMILY.names.items() if not name.startswith("mlp.")},
         "mlp.router": (f"{_MIXTURE}.router",),
         **{f"{ours}.weight": (f"{_MIXTURE}.{theirs}",) for ours, theirs in shared.STACKED_EXPERTS.items()},
         **SHARED_EXPERT_NAMES,

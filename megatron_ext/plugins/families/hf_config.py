@@ -292,8 +292,8 @@ def _same_layers(config: Config, values: Mapping[str, Any]) -> bool:
     if values.get("num_layers") != config.model.num_layers:
         return False
     patterns = {name: value for name, value in values.items() if name in layer_patterns.FIELDS}
-    there = dataclasses.replace(config, model=dataclasses.replace(config.model, **patterns))
-    return layers(there) == layers(config)
+    changed = dataclasses.replace(config, model=dataclasses.replace(config.model, **patterns))
+    return layers(changed) == layers(config)
 
 
 def hf_config(config: Config, family: Family, dtype: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ HUNYUAN_MOE = Family(
     "hunyuan_v1_moe",
     "HunYuanMoEV1ForCausalLM",
     {
-        **{name: there for name, there in HUNYUAN.names.items() if not name.startswith("mlp.")},
+        **{name: theirs for name, theirs in HUNYUAN.names.items() if not name.startswith("mlp.")},
         **{"mlp.router": ("mlp.gate.wg",), "mlp.experts.linear_fc2": (f"mlp.experts.{{}}.{_MLP[2]}",)},
         "mlp.experts.linear_fc1": tuple(f"mlp.experts.{{}}.{one}" for one in _MLP[:2]),
         "mlp.shared_experts.linear_fc1": tuple(f"{_SHARED}.{one}" for one in _MLP[:2]),

@@ -110,12 +110,12 @@ def copies(config: Config, family: Family) -> dict[str, str]:
     """Return the tensors of the family that repeat another one -> the repeated one: each depth of multi-token
     prediction has embedding and output layer once more."""
     tied = not config.model.untie_embeddings_and_output_weights
-    ours = {there: NEXT_TOKEN_COPIES["embed_tokens"] if tied else one for there, one in NEXT_TOKEN_COPIES.items()}
+    ours = {theirs: NEXT_TOKEN_COPIES["embed_tokens"] if tied else one for theirs, one in NEXT_TOKEN_COPIES.items()}
     return {
-        f"{family.layers.format(layer.number)}{there}.weight": f"{family.names[module][0]}.weight"
+        f"{family.layers.format(layer.number)}{theirs}.weight": f"{family.names[module][0]}.weight"
         for layer in layers(config)
         if layer.next_token is not None and not family.ahead
-        for there, module in ours.items()
+        for theirs, module in ours.items()
     }
 
 
@@ -179,8 +179,8 @@ def _grouped(tensors: list[str], attention: Attention) -> Iterator[RowRange]:
             yield RowRange(gates[0], group * gate, start + own, gate)
         elif attention.gate:
             for part, head in itertools.product(range(parts), range(heads)):
-                there = (group * heads + head) * parts + part
-                yield RowRange(query, there * keys, start + (part * heads + head) * keys, keys)
+                row = (group * heads + head) * parts + part
+                yield RowRange(query, row * keys, start + (part * heads + head) * keys, keys)
         else:
             yield RowRange(query, group * queries, start, queries)
         yield RowRange(key, first_key + group * keys, start + queries, keys)
@@ -192,8 +192,8 @@ def _in_blocks(tensors: list[str], attention: Attention, blocks: int) -> Iterato
     size, heads = attention.head_size, attention.query_heads // blocks
     for head, (part, place) in itertools.product(range(attention.query_heads), enumerate((0, 2, 1))):
         block, inside = divmod(head, heads)
-        there = ((block * 3 + place) * heads + inside) * size
-        yield RowRange(tensors[0], there, (head * 3 + part) * size, size)
+        row = ((block * 3 + place) * heads + inside) * size
+        yield RowRange(tensors[0], row, (head * 3 + part) * size, size)
 
 
 def _heads(parameter: Parameter, module: str, attention: Attention, rotates: str) -> tuple[list[int], list[int]]:
@@ -240,6 +240,6 @@ def _in_sections(tensors: list[str], parameter: Parameter, sections: Sections) -
             before = dict(zip(order, itertools.accumulate((sizes[one] for one in order), initial=0), strict=False))
             for index, size in enumerate(sizes):
                 first = before[index]
-                there = group * sum(sizes) + first if sections.by_groups else groups * first + group * size
-                yield RowRange(tensor, there, start, size)
+                row = group * sum(sizes) + first if sections.by_groups else groups * first + group * size
+                yield RowRange(tensor, row, start, size)
                 start += size

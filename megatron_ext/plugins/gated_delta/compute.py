@@ -199,7 +199,7 @@ class GatedDeltaNet(MegatronModule):
                 reading = [copy_to_tensor_model_parallel_region(one, group=self.tp_group) for one in reading]
         run = partial(self._run, mixed_PSBGM, ids, None if inference is None else inference.counted(length))
         kept = None if inference is None else inference.recurrent(self.layer_number)
-        tail, state = kept or self._begun(mixed_PSBGM, inputs_PSBGX)
+        tail, state = kept or self._empty_state(mixed_PSBGM, inputs_PSBGX)
         if group is not None:
             if length := tail.size(1):
                 latest = inputs_PSBGX[:, -length:]
@@ -230,7 +230,7 @@ class GatedDeltaNet(MegatronModule):
         _, maps = run(tail, torch.cat((state, identity.expand(*state.shape[:-1], -1)), dim=-1), ())
         return states(maps, self.cp_group)
 
-    def _begun(self, mixed: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _empty_state(self, mixed: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs of the convolution, [P, K - 1, B, G, X], and a state, [P, B, G, R, D, V], of nothing."""
         described, (pieces, _, rows, groups, channels) = self.described, inputs.shape
         tail = inputs.new_zeros(pieces, described.kernel - 1, rows, groups, channels)

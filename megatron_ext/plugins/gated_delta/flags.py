@@ -30,48 +30,53 @@ class GatedDeltaFlags:
 
     linear_attention_freq: str | None = option(
         None,
-        "Which layers have it. N: N - 1 layers with it and one with attention, in turn; a list such as [1,1,1,0]*12: "
-        "those with a 1.",
+        "Layers with a gated delta rule instead of attention (--experimental-attention-variant). N: N - 1 such "
+        "layers, then one with attention; a list such as [1,1,1,0]*12: layers marked 1.",
         resume="shape",
         metavar="N|LIST",
         read_with=_VARIANT,
     )
     linear_conv_kernel_dim: int = option(
         4,
-        "Latest positions that its convolution sees, or Mamba-2's.",
+        "Kernel size, in positions, of the short convolution of gated delta rules and Mamba-2.",
         resume="shape",
         at_least=1,
         read_with=_CONVOLUTION,
     )
     linear_key_head_dim: int = option(
-        128, "Channels of its query and key heads.", resume="shape", at_least=1, read_with=_VARIANT
+        128, "Gated delta rule: channels of each query and key head.", resume="shape", at_least=1, read_with=_VARIANT
     )
     linear_value_head_dim: int = option(
-        128, "Channels of its value heads.", resume="shape", at_least=1, read_with=_VARIANT
+        128, "Gated delta rule: channels of each value head.", resume="shape", at_least=1, read_with=_VARIANT
     )
     linear_num_key_heads: int = option(
-        16, "Number of its query and key heads.", resume="shape", at_least=1, read_with=_VARIANT
+        16, "Gated delta rule: number of query and key heads.", resume="shape", at_least=1, read_with=_VARIANT
     )
     linear_num_value_heads: int = option(
-        32, "Number of its value heads, which share key heads.", resume="shape", at_least=1, read_with=_VARIANT
+        32,
+        "Gated delta rule: number of value heads; several may share a key head.",
+        resume="shape",
+        at_least=1,
+        read_with=_VARIANT,
     )
     linear_norm_epsilon: float | None = option(
         None,
-        "Epsilon inside the norm of what its heads give; default --norm-epsilon.",
+        "Gated delta rule: epsilon of the norm of each head's output; default --norm-epsilon.",
         resume="function",
         positive=True,
         read_with=_VARIANT,
     )
     linear_allow_neg_eigval: bool = option(
         False,
-        "Let a write go twice as far, to the opposite of what is read at its key (arXiv:2411.12537).",
+        "Gated delta rule: write strengths up to 2 instead of 1, so that a state's eigenvalues may be negative "
+        "(arXiv:2411.12537).",
         resume="function",
         read_with=_VARIANT,
     )
     recurrence_kernels: str = option(
         "torch",
-        "What computes gated delta rules and Mamba-2 between their projections: torch's operations, or on GPUs the "
-        "Triton kernels of fla-core, which nobody has run on a GPU with this program (pip install fla-core).",
+        "Kernels of gated delta rules and Mamba-2: torch's operations, or on GPUs fla-core's Triton kernels (pip "
+        "install fla-core), which nobody has run on a GPU with this program.",
         resume="free",
         choices=("torch", "fla"),
         needs={

@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "gated_delta",
+    page="docs/plugins/gated_delta.md",
     brings={
         "flags": "megatron_ext.plugins.gated_delta.flags:FLAGS",
         "choices": "megatron_ext.plugins.gated_delta.flags:CHOICES",

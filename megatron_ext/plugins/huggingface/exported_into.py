@@ -27,9 +27,9 @@ def export_into(source: SavedModel, destination: str | Path, whole: str | Path) 
         DataError: the checkpoint is damaged, or the tensors of `whole` are not those that its `config.json` describes.
         OSError: the destination cannot be written.
     """
-    there = HFFolder(whole)
-    config = source.written[1] if there.values.get("mtp_num_layers") is None else source.config
-    problems = [*differences(config, there.values)]
+    target = HFFolder(whole)
+    config = source.written[1] if target.values.get("mtp_num_layers") is None else source.config
+    problems = [*differences(config, target.values)]
     if quantization(whole) is not None:
         problems.append("its weights are quantized, and none can be written in their place: give a copy in 16 bits")
     if problems:

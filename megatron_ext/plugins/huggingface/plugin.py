@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "huggingface",
+    page="docs/huggingface.md",
     needs=("families",),
     commands={
         "convert": (

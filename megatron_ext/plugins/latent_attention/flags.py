@@ -45,8 +45,8 @@ class LatentAttentionFlags:
     )
     q_lora_rank: int | None = option(
         None,
-        "Channels that a token's queries are made of with --multi-latent-attention; default: they are projected at "
-        "once.",
+        "MLA: channels of the latent that queries are projected from; default: queries are projected from the "
+        "hidden states.",
         resume="shape",
         at_least=1,
         read_with=_LATENTS,
@@ -54,7 +54,7 @@ class LatentAttentionFlags:
     )
     kv_lora_rank: int = option(
         32,
-        "Channels that a token's keys and values are made of there.",
+        "MLA: channels of the latent that keys and values are projected from.",
         resume="shape",
         at_least=1,
         read_with=_LATENTS,
@@ -62,7 +62,7 @@ class LatentAttentionFlags:
     )
     qk_head_dim: int = option(
         128,
-        "Channels of a query or key head there that are not rotated.",
+        "MLA: channels per query and key head without RoPE.",
         resume="shape",
         at_least=1,
         read_with=_LATENTS,
@@ -70,18 +70,18 @@ class LatentAttentionFlags:
     )
     qk_pos_emb_head_dim: int = option(
         64,
-        "Channels of a query or key head there that are; all heads share those of the key.",
+        "MLA: channels per head that get RoPE; the key's are shared by all heads.",
         resume="shape",
         at_least=1,
         read_with=_LATENTS,
         dropped_unread=True,
     )
     v_head_dim: int = option(
-        128, "Channels of a value head there.", resume="shape", at_least=1, read_with=_LATENTS, dropped_unread=True
+        128, "MLA: channels per value head.", resume="shape", at_least=1, read_with=_LATENTS, dropped_unread=True
     )
     latent_norm_epsilon: float | None = option(
         None,
-        "Epsilon of the norms of what queries, keys and values are made of there; default --norm-epsilon.",
+        "MLA: epsilon of the norms of latents; default --norm-epsilon.",
         resume="function",
         positive=True,
         read_with=(_LATENTS, ReadWith("qk_layernorm", "without --qk-layernorm there are no such norms")),
@@ -89,44 +89,47 @@ class LatentAttentionFlags:
     )
     dsa_indexer_n_heads: int | None = option(
         None,
-        "Query heads of the indexer of --experimental-attention-variant dsa.",
+        "DSA indexer (--experimental-attention-variant dsa): number of query heads.",
         resume="shape",
         at_least=1,
         read_with=_CHOICE,
     )
     dsa_indexer_head_dim: int | None = option(
-        None, "Channels of its query heads and of its key.", resume="shape", at_least=1, read_with=_CHOICE
+        None, "DSA indexer: channels of each query head and of the key.", resume="shape", at_least=1, read_with=_CHOICE
     )
     dsa_indexer_topk: int | None = option(
-        None, "Most keys that a query attends to.", resume="function", at_least=1, read_with=_CHOICE
+        None, "DSA indexer: number of keys chosen for each query.", resume="function", at_least=1, read_with=_CHOICE
     )
     dsa_indexer_rope_interleaved: bool = option(
         False,
-        "Rotate pairs of neighbouring channels in it, as GLM-5, and not of two halves, as DeepSeek-V3.2.",
+        "DSA indexer: rotate neighbouring channels in pairs, as GLM-5 does, instead of halves, as DeepSeek-V3.2 does.",
         resume="function",
         read_with=_CHOICE,
     )
     dsa_indexer_k_norm_epsilon: float | None = option(
         None,
-        "Epsilon of the LayerNorm of its keys; default --norm-epsilon.",
+        "DSA indexer: epsilon of the LayerNorm of keys; default --norm-epsilon.",
         resume="function",
         positive=True,
         read_with=_CHOICE,
     )
     dsa_indexer_loss_coeff: float = option(
         1.0,
-        "Weight of its loss, the divergence of its distribution over keys from that of attention; nothing else trains "
-        "it.",
+        "DSA indexer: coefficient of its loss, the divergence of the indexer's distribution over keys from "
+        "attention's; nothing else trains the indexer.",
         resume="free",
         positive=True,
         read_with=_CHOICE,
     )
     dsa_indexer_use_sparse_loss: bool = option(
-        False, "Compute that loss over the chosen keys, and not over all.", resume="free", read_with=_CHOICE
+        False,
+        "DSA indexer: compute its loss over the chosen keys instead of all keys.",
+        resume="free",
+        read_with=_CHOICE,
     )
     dsa_indexer_warmup: bool = option(
         False,
-        "Attend to all keys while the indexer learns from them: the dense warm-up. To train the indexer alone, add "
+        "DSA indexer: dense warm-up: attend to all keys while the indexer learns. To train the indexer alone, add "
         "--lr-group *=0 --lr-group *.indexer.*=1.",
         resume="free",
         read_with=_CHOICE,

@@ -249,8 +249,8 @@ def _attend(
     places = chosen_BQK.flatten(1)[:, None, :, None]
 
     def gathered(heads: torch.Tensor) -> torch.Tensor:
-        there = places.expand(-1, heads.size(1), -1, heads.size(-1))
-        return heads.gather(2, there).unflatten(2, chosen_BQK.shape[1:])
+        indices = places.expand(-1, heads.size(1), -1, heads.size(-1))
+        return heads.gather(2, indices).unflatten(2, chosen_BQK.shape[1:])
 
     scores = (query_BHQD.unsqueeze(-2) @ gathered(key_BHTD).mT).squeeze(-2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale

@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "latent_attention",
+    page="docs/plugins/latent_attention.md",
     brings={
         "flags": "megatron_ext.plugins.latent_attention.flags:FLAGS",
         "choices": "megatron_ext.plugins.latent_attention.flags:CHOICES",

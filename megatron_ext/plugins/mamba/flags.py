@@ -34,14 +34,15 @@ class MambaFlags:
     )
     mamba_norm: str = option(
         "after-gate",
-        "Whether the norm of what Mamba-2 reads comes after its gate or before it; none: there is no norm.",
+        "Mamba-2: output norm after the gate or before it, or no norm.",
         resume="shape",
         choices=("after-gate", "before-gate", "none"),
         read_with=PATTERN,
     )
     mamba_multipliers: tuple[float, ...] | None = option(
         None,
-        "Factors of what Mamba-2 projects, as Falcon-H1 has them: gate, x, B, C, time steps; default 1.",
+        "Mamba-2: factors of the five parts of the input projection, as in Falcon-H1: gate, x, B, C, time steps; "
+        "default 1.",
         resume="function",
         read_with=PATTERN,
     )

@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "mamba",
+    page="docs/plugins/mamba.md",
     needs=("gated_delta",),
     brings={
         "flags": "megatron_ext.plugins.mamba.flags:FLAGS",

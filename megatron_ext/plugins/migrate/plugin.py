@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "migrate",
+    page="docs/coming_from.md",
     needs=("huggingface",),
     commands={
         "import-config": (

@@ -54,9 +54,9 @@ class Script:
 
     def translate(self, flag: str, *given: str) -> None:
         """Put a flag and its values in the place of another; a problem where the script gives it other values."""
-        typed, there = [flag, *(self.take(flag) or ())], self.values(given[0])
-        if there not in (None, [*given[1:]]):
-            said, other = " ".join(typed), " ".join([given[0], *there])
+        typed, present = [flag, *(self.take(flag) or ())], self.values(given[0])
+        if present not in (None, [*given[1:]]):
+            said, other = " ".join(typed), " ".join([given[0], *present])
             self.problems.append(f"{said} is {' '.join(given)} here, but the script has {other}; leave one of them out")
         self.give(given)
 

@@ -2,4 +2,8 @@
 
 from megatron_ext.registry import Plugin
 
-PLUGIN = Plugin("optimizers", brings={"optimizers": "megatron_ext.plugins.optimizers.traits:OPTIMIZERS"})
+PLUGIN = Plugin(
+    "optimizers",
+    page="docs/optimizers.md",
+    brings={"optimizers": "megatron_ext.plugins.optimizers.traits:OPTIMIZERS"},
+)

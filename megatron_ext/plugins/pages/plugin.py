@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "pages",
+    page="docs/reading_a_run.md",
     commands={
         "show": (
             "megatron_ext.plugins.pages.commands.show_run",

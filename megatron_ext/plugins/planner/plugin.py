@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "planner",
+    page="docs/planner.md",
     needs=("families", "pages"),
     commands={
         "plan": ("megatron_ext.plugins.planner.commands.plan", "say which layout to use for a model on some devices"),

@@ -140,8 +140,8 @@ def _check_one_tokenizer(prefixes: Sequence[str], makers: Sequence[MadeWith | No
 def _write_manifest(prefixes: Sequence[str], makers: Sequence[MadeWith | None], output: str, merged: Merged) -> None:
     """Say which tokenizer made the merged pair, if one made all of it."""
     path = Path(f"{output}_manifest.json")
-    there = read_manifest(path)
-    if there is not None and "merged" not in there:
+    existing = read_manifest(path)
+    if existing is not None and "merged" not in existing:
         return  # of preprocess_data.py, for a pair of a longer name
     known = [made.tokenizer for made in makers if made is not None]
     if len(known) < len(makers) or not all(same_tokenizer(made, known[0]) for made in known):

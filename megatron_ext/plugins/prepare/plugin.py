@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "prepare",
+    page="docs/data.md",
     needs=("pages",),
     commands={
         "new": (

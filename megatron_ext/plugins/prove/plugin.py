@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "prove",
+    page="docs/plugins/prove.md",
     needs=("families", "huggingface", "pages"),
     commands={
         "compare": (

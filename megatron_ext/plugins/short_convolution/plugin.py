@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "short_convolution",
+    page="docs/plugins/short_convolution.md",
     needs=("gated_delta",),
     brings={
         "flags": "megatron_ext.plugins.short_convolution.flags:FLAGS",

@@ -12,7 +12,8 @@ class SideBySideFlags:
 
     mixer_multipliers: tuple[float, ...] | None = option(
         None,
-        "Factors of what attention and Mamba-2 give in layers that have both (B); default 1.",
+        "Factors of the outputs of attention and of Mamba-2 in layers that have both side by side (letter B); "
+        "default 1.",
         resume="function",
         read_with=PATTERN,
     )

@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "side_by_side",
+    page="docs/plugins/side_by_side.md",
     needs=("mamba",),
     brings={
         "flags": "megatron_ext.plugins.side_by_side.flags:FLAGS",

@@ -30,7 +30,7 @@ class Leader:
 
     def score(self, sequences: Sequence[Scorable], rows: int) -> list[Score]:
         """Return `scoring.score` on all ranks."""
-        _tell((score.__name__, list(sequences), rows))
+        _broadcast((score.__name__, list(sequences), rows))
         return score(self.model, sequences, rows)
 
     def generate(
@@ -43,18 +43,18 @@ class Leader:
         speculative: bool = False,
     ) -> list[Generated]:
         """Return `generation.generate` on all ranks; `on_token` hears of the first replica's prompts alone."""
-        _tell((generate.__name__, [list(prompt) for prompt in prompts], sampling, rows, speculative))
+        _broadcast((generate.__name__, [list(prompt) for prompt in prompts], sampling, rows, speculative))
         return generate(self.model, prompts, sampling, rows=rows, speculative=speculative, on_token=on_token)
 
     def close(self) -> None:
         """Let the others go."""
-        _tell(("close",))
+        _broadcast(("close",))
 
 
 def follow(model: Model) -> None:
     """Execute the leader's requests, until it closes. Every rank but the first calls it."""
     while True:
-        name, *arguments = _tell(None)
+        name, *arguments = _broadcast(None)
         if name == "close":
             return
         if name == score.__name__:
@@ -65,7 +65,7 @@ def follow(model: Model) -> None:
                 generate(model, prompts, sampling, rows=rows, speculative=speculative)
 
 
-def _tell(what: Any) -> Any:
+def _broadcast(what: Any) -> Any:
     """Return the first rank's request on every rank. Collective."""
     said = [what]
     if torch.distributed.get_world_size() > 1:

@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "tasks",
+    page="docs/tasks.md",
     needs=("families", "huggingface"),
     commands={
         "tasks": (

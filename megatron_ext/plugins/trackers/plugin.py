@@ -4,6 +4,7 @@ from megatron_ext.registry import Plugin
 
 PLUGIN = Plugin(
     "trackers",
+    page="docs/plugins/trackers.md",
     brings={
         "switches": (
             ("wandb_project", None),

@@ -85,8 +85,8 @@ def _report(every: Sequence[Seen]) -> None:
 class _FirstPass:
     """Stands in for the forward pass of a module until the first one of the training."""
 
-    def __init__(self, one: OwnModule, run: Run, tell: Callable[[Seen], None]) -> None:
-        self._one, self._run, self._tell, self._forward = one, run, tell, one.module.forward
+    def __init__(self, one: OwnModule, run: Run, seen: Callable[[Seen], None]) -> None:
+        self._one, self._run, self._seen, self._forward = one, run, seen, one.module.forward
         tp, is_divided = run.groups.tp, run.config.layout.sequence_parallel
         is_last = not is_divided or tp.rank() == tp.size() - 1
         self._has_last_position = is_last and run.groups.cp.rank() == 0  # whose second chunk is the last of all
@@ -123,7 +123,7 @@ class _FirstPass:
         if self._one.reads == "token" and len(expected) > 1:
             alone = bool((output(0)[1:] - expected[1:]).abs().max() <= far)
         set_random_state(self._run, state)
-        self._tell(Seen(self._one.title, self._one.place, is_causal, alone))
+        self._seen(Seen(self._one.title, self._one.place, is_causal, alone))
 
 
 @contextmanager

@@ -1,15 +1,5 @@
-"""Reports the progress of the run: log line, metrics file, TensorBoard, Weights & Biases.
-
-Keeps the failure report informed of the step that is being worked on.
-
-Computes norms over the whole model, whatever the layout.
-
---log-sample-ids writes which samples each step used, one JSON line a step.
-
-    {"iteration": 3, "sources": ["data/a", "data/b"], "samples": [[0, 17], [1, 4]]}
-
-Step 3 used window 17 of the first source and window 4 of the second. The number counts windows of seq_length tokens
-through all epochs of the source, in the stream that the sample order cuts (`data.samples.SampleWindow`).
+"""Reports the progress of the run: log line, metrics file, TensorBoard, Weights & Biases; and tells the failure report
+which step is being worked on.
 """
 
 import dataclasses
@@ -17,49 +7,20 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.cost.flops import flops_per_token
 from megatron_ext.data.samples import use_of_sources
-from megatron_ext.model.names import catalogued, global_named_parameters, is_of_an_expert
 from megatron_ext.optim.curves import weight_decay
-from megatron_ext.parallel.groups import tensor_group
-from megatron_ext.parallel.rows import local_part
 from megatron_ext.parts.protocol import Report
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.log_line import Console
 from megatron_ext.telemetry.metrics import Evaluated, Metrics, StepMetrics
-from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
 from megatron_ext.train.callbacks.communication import Stragglers, shares_of_all_ranks
-from megatron_ext.train.run import Run
+from megatron_ext.train.callbacks.parameters_norm import parameters_norm
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
-
-
-def parameters_norm(run: Run) -> float:
-    """Return the L2 norm of all parameters, each counted once: replicas and tied copies do not count again.
-    Collective."""
-    totals = torch.zeros(2, dtype=torch.float64, device=run.device.torch_device)
-    with run.gathered_parameters(), torch.no_grad():
-        known = catalogued(run.chunks, run.config)
-        for name, weight in global_named_parameters(run.chunks):
-            of_expert = is_of_an_expert(name)
-            is_divided = known[id(weight)].tp_dim is not None
-            is_tied_copy = getattr(weight, "shared", False)
-            if not is_tied_copy and (is_divided or tensor_group(run.groups, expert=of_expert).rank() == 0):
-                totals[int(of_expert)] += _computed_with(run, weight).float().square().sum(dtype=torch.float64)
-    holders = run.sharding.holders_of_one_copy(run.optimizer, run.groups)
-    for total, group in zip(totals, holders, strict=True):
-        torch.distributed.all_reduce(total, group=group)
-    return float(totals.sum().sqrt())
-
-
-def _computed_with(run: Run, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return this rank's part as the forward pass uses it: rows are kept in fp32, whatever is computed with."""
-    return local_part(parameter).to(run.transformer_config.params_dtype)
 
 
 class Sink(Protocol):
@@ -226,32 +187,3 @@ class Status(Callback):
         # The next step was begun already where numbers are read late.
         begun, after = self._status.iteration, trainer.position.iteration + 1
         self._status.iteration = after if begun is None else min(begun, after)
-
-
-class SampleIds(Callback):
-    """Writes the samples of each step, on the last rank; the lines past the loaded iteration are removed first."""
-
-    def __init__(self, path: str, run: Run):
-        self._file = MetricsFile(path, run.state.iteration, "--log-sample-ids") if run.is_last_rank else None
-
-    def ends_before_next(self, trainer: Trainer) -> bool:
-        return False
-
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if self._file is None:
-            return
-        samples, end = trainer.run.loaders.samples, trainer.run.state.consumed_samples
-        skipped = trainer.run.loaders.skipped
-        used = [index for index in range(end - result.global_batch_size, end) if index not in skipped]
-        places = [samples.window_at(index) for index in used]
-        self._file.write_row(
-            {
-                "iteration": trainer.run.state.iteration,
-                "sources": [source.name for source in samples.sources],
-                "samples": [[window.source, window.number] for window in places],
-            }
-        )
-
-    def on_end(self, trainer: Trainer) -> None:
-        if self._file is not None:
-            self._file.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_ext.data.loader import microbatch_sample_ids
+from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.data.samples import describe_sample
 from megatron_ext.durable import replacing
 from megatron_ext.errors import NumericError, StorageError

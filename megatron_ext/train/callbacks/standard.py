@@ -24,7 +24,8 @@ from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.large_gradients import LargeGradients, Overflows
 from megatron_ext.train.callbacks.profiling import MemoryHistory, Profiling, is_recorded
 from megatron_ext.train.callbacks.replicas import ReplicaCheck
-from megatron_ext.train.callbacks.reporting import Reporting, SampleIds, Sink, Status
+from megatron_ext.train.callbacks.reporting import Reporting, Sink, Status
+from megatron_ext.train.callbacks.sample_ids import SampleIds
 from megatron_ext.train.callbacks.spike_check import SpikeCheck
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.datasets import DataCheck, blocks_of_run, share

@@ -10,15 +10,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from megatron_ext.device.cpu import CpuDevice
 from megatron_ext.errors import ConfigurationError, PeerLostError
-from megatron_ext.plugins.doctor import collectives
-from megatron_ext.plugins.doctor.collectives import (
-    Attendance,
-    NotTheReporter,
-    _Exercise,
-    _failure,
-    _report,
-    check_collectives,
-)
+from megatron_ext.plugins.doctor import attendance as attendance_module
+from megatron_ext.plugins.doctor.attendance import Attendance
+from megatron_ext.plugins.doctor.collectives import NotTheReporter, _Exercise, _failure, _report, check_collectives
 
 
 @pytest.mark.parametrize(
@@ -71,8 +65,8 @@ HERE = socket.gethostname()
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     """Lets a rank of three sign in, whose heart beats ten times as fast as a real one's."""
-    monkeypatch.setattr(collectives, "_HEARTBEAT", 0.02)
-    monkeypatch.setattr(collectives, "_SILENT_AFTER", 0.3)
+    monkeypatch.setattr(attendance_module, "_HEARTBEAT", 0.02)
+    monkeypatch.setattr(attendance_module, "_SILENT_AFTER", 0.3)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     came: list[Attendance] = []
 

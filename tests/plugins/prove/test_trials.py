@@ -1,7 +1,7 @@
-"""Ten draws agree with one process in every test run; the slow tests try more, and plant faults.
+"""Ten draws agree with one process in every test run; other tiers try more, and plant faults.
 
-The ten are the first of seed 51. The sixty of the slow tests have the date for their seed, so that each day tries
-others; a failure names the seed and the draw. The five hundred are those of seed 500.
+The ten are the first of seed 51. The sixty of the second tier have the date for their seed, so that each day tries
+others; a failure names the seed and the draw. The five hundred of the slow tests are the first of seed 500.
 """
 
 from collections.abc import Callable
@@ -40,12 +40,19 @@ def test_a_draw_agrees_with_one_process(number: int, trials: Trials, data: list[
     assert not verdict.problems or verdict.is_rounding, verdict
 
 
-# Slow: the ten above try as much of everything as they can.
+# Of the second tier: the ten above try as much of everything as they can.
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(60))
+def test_a_draw_of_the_day_agrees_with_one_process(number: int, trials: Trials, data: list[str]) -> None:
+    verdict = trials.verdict(draw(Draws(TODAY, data), number))
+    assert not verdict.problems or verdict.is_rounding, (TODAY, number, verdict)
+
+
+# Slow: the ten and the sixty above.
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "count"), [(TODAY, 60), (500, 500)])
-def test_draws_agree_with_one_process(seed: int, count: int, trials: Trials, data: list[str]) -> None:
-    draws, found = Draws(seed, data), {}
-    for number in range(count):
+def test_draws_agree_with_one_process(trials: Trials, data: list[str]) -> None:
+    draws, found = Draws(500, data), {}
+    for number in range(500):
         verdict = trials.verdict(draw(draws, number))
         if verdict.problems and not verdict.is_rounding:
             found[number] = verdict

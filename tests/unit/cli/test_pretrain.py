@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.cli import pretrain as program
+from megatron_ext.config.parse.command_line import read
 from megatron_ext.resilience.process_end import RunStatus
 from tests.support.wrong_flags import BASE
 
@@ -30,7 +31,7 @@ def test_the_folder_of_the_record_is_what_the_command_line_names(
     for name in ("runs", "--load"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "exit.json").write_text("{}")
-    assert program._save_folder(words.split()) == folder
+    assert program._save_folder(read(words.split())) == folder
     kept = {path.parent.name for path in tmp_path.glob("*/exit.json")}
     assert kept == {"runs", "--load"} - {folder}
 

@@ -1,5 +1,3 @@
-import itertools
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -9,36 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.data.loader import BatchLoader, ReadAhead, microbatch_sample_ids
+from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.microbatch import Batch, StageView
 from megatron_ext.data.skipped import NOTHING, skipped_samples
 from megatron_ext.data.synthetic import MockDataset
-from megatron_ext.data.threads import DaemonThreads
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.train.run import HeldOut, Loaders
-
-SEQ = 4
-
-
-class Counting:
-    """Sample i holds the tokens i, i + 1, ...; it remembers what was read."""
-
-    def __init__(self, length: int = 1000):
-        self._length = length
-        self.reads: list[int] = []
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        self.reads.append(index)
-        text = torch.arange(index, index + SEQ + 1)
-        return {
-            "tokens": text[:-1],
-            "labels": text[1:],
-            "loss_mask": torch.ones(SEQ),
-            "position_ids": torch.arange(SEQ),
-        }
+from tests.support.counted_samples import SEQ, Counting, assert_ended
 
 
 def make(dataset: Any = None, **options: Any) -> BatchLoader:
@@ -50,14 +25,6 @@ def make(dataset: Any = None, **options: Any) -> BatchLoader:
         "dp_size": 2,
     }
     return BatchLoader(dataset or Counting(), **(settings | options))
-
-
-def assert_ended(threads: set[threading.Thread]) -> None:
-    """They have a second to end in before who closes them goes on, which a busy machine may not give them."""
-    deadline = time.monotonic() + 60
-    while (left := {thread for thread in threads if thread.is_alive()}) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not left
 
 
 def firsts(batches: list[Batch]) -> list[list[int]]:
@@ -319,97 +286,3 @@ def test_a_loader_ends_what_it_reads_ahead_with(reads_ahead: bool) -> None:
     assert len(begun) == 32 * reads_ahead
     loader.close()
     assert_ended(begun)
-
-
-def test_threads_take_requests_in_order_and_not_those_taken_back() -> None:
-    """An error of any kind comes to who asked; at the end what has not begun is dropped, and all threads end."""
-    gate, done = threading.Event(), []
-    threads = DaemonThreads(1, "worker")
-    [worker] = threads._threads
-    assert (worker.name, worker.daemon) == ("worker-0", True)
-    first = threads.submit(lambda: gate.wait(20))
-    second, third, broken, last = (threads.submit(one) for one in (
-        lambda: done.append("second"), lambda: done.append("third"), lambda: sys.exit(3), lambda: done.append("last")
-    ))  # fmt: skip
-    assert second.cancel()
-    gate.set()
-    assert first.result(20)
-    with pytest.raises(SystemExit):
-        broken.result(20)
-    last.result(20)
-    assert third.done()
-    assert done == ["third", "last"]
-    threads.close()
-    several = DaemonThreads(3, "several")
-    several.close()
-    assert_ended({worker, *several._threads})
-
-
-def test_samples_are_read_ahead_once_and_dropped_where_not_needed_any_more() -> None:
-    """A sample that was dropped is read on the spot; none behind the end is asked for."""
-    gate = threading.Event()
-
-    class Gated(Counting):
-        def __getitem__(self, index: int) -> Mapping[str, Any]:
-            assert gate.wait(20)
-            return super().__getitem__(index)
-
-    dataset = Gated(length=10)
-    ahead = ReadAhead(dataset, threads=1)
-    assert len(ahead) == 10
-    ahead.will_need([0, 1, 2, 9, 10, 11])
-    coming = dict(ahead._coming)
-    assert list(coming) == [0, 1, 2, 9]
-    ahead.will_need([2, 3])
-    assert ahead._coming[2] is coming[2]
-    assert [coming[index].cancelled() for index in (1, 9, 2)] == [True, True, False]
-    ahead._coming[1] = coming[1]  # as a loader's thread sees it meanwhile
-    gate.set()
-    assert [int(ahead[index]["tokens"][0]) for index in (2, 3, 1, 7)] == [2, 3, 1, 7]
-    assert sorted(dataset.reads) in ([0, 1, 2, 3, 7], [1, 2, 3, 7])
-    ahead.close()
-
-
-def step(consumed: int, microbatches: int, micro: int, dp: int, end: int | None = None) -> dict[tuple[int, int], list]:
-    """{(microbatch, rank): samples} of one step."""
-    return {
-        (microbatch, rank): microbatch_sample_ids(
-            consumed, microbatch, micro_batch_size=micro, dp_rank=rank, dp_size=dp, end=end
-        )
-        for microbatch, rank in itertools.product(range(microbatches), range(dp))
-    }
-
-
-def test_samples_are_dealt_in_the_order_of_megatron():
-    assert step(100, microbatches=2, micro=3, dp=2) == {
-        (0, 0): [100, 101, 102],
-        (0, 1): [103, 104, 105],
-        (1, 0): [106, 107, 108],
-        (1, 1): [109, 110, 111],
-    }
-
-
-@pytest.mark.parametrize(("consumed", "micro", "dp"), itertools.product([0, 7, 10**12], [1, 2, 5], [1, 2, 3, 8]))
-def test_a_step_uses_each_sample_once_whatever_the_ranks(consumed: int, micro: int, dp: int):
-    for microbatches in (1, 2, 7):
-        ids = list(itertools.chain.from_iterable(step(consumed, microbatches, micro, dp).values()))
-        assert sorted(ids) == list(range(consumed, consumed + microbatches * micro * dp))
-
-
-@pytest.mark.parametrize("resumed_with", [(1, 1), (2, 2), (4, 1), (1, 4)])
-def test_no_sample_is_repeated_or_skipped_when_the_ranks_change(resumed_with: tuple[int, int]):
-    used, consumed = [], 0
-    for micro, dp, steps in ((2, 2, 3), (*resumed_with, 3)):
-        for _ in range(steps):
-            used += itertools.chain.from_iterable(step(consumed, 8 // (micro * dp), micro, dp).values())
-            consumed += 8
-    assert sorted(used) == list(range(48))
-
-
-@pytest.mark.parametrize("remainder", range(9))
-def test_places_past_the_end_hold_no_sample(remainder: int):
-    batch = step(16, microbatches=2, micro=2, dp=2, end=16 + remainder)
-    assert all(len(ids) == 2 for ids in batch.values())
-    ids = list(itertools.chain.from_iterable(batch.values()))
-    assert sorted(i for i in ids if i is not None) == list(range(16, 16 + remainder))
-    assert ids.count(None) == 8 - remainder

@@ -20,8 +20,9 @@ from megatron_ext.data.corpus import Splits, build_datasets
 from megatron_ext.data.data_manifest import made_with
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import check_token_ids, pair_fingerprint
-from megatron_ext.data.loader import STEPS, BatchLoader, ReadAhead
+from megatron_ext.data.loader import BatchLoader
 from megatron_ext.data.mask import BEGINS, COUNTS
+from megatron_ext.data.read_ahead import STEPS, ReadAhead
 from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.tokenizer.simple import NullTokenizer
 

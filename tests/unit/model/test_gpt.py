@@ -14,7 +14,7 @@ from megatron_ext.model import linear_cross_entropy
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import GPT
 from megatron_ext.model.linear_cross_entropy import Vocabulary
-from megatron_ext.parallel.groups import rank_groups
+from megatron_ext.parallel.own_groups import rank_groups
 from megatron_ext.parts import spec
 from megatron_ext.parts.attention.cached import KeyValueCache, TextsInARow, WholeSequences
 from megatron_ext.parts.catalogue import parameters

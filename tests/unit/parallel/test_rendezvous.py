@@ -150,46 +150,6 @@ def test_variables_that_a_launcher_has_left_out_are_named(monkeypatch: pytest.Mo
     assert [problem.split()[0] for problem in raised.value.problems] == ["$WORLD_SIZE", "$MASTER_ADDR"]
 
 
-@pytest.mark.parametrize(
-    ("environment", "here"),
-    [
-        ({"MASTER_ADDR": "localhost"}, True),
-        ({"MASTER_ADDR": "node1"}, False),
-        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False),
-        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "WORLD_SIZE": "2"}, False),
-        ({"MASTER_ADDR": "node1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, True),
-        ({"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, False),
-    ],
-)
-def test_which_ranks_are_on_one_machine(environment: dict[str, str], here: bool) -> None:
-    assert rendezvous.is_one_machine(environment) == here
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "node7"}, True),
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}, False),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, True),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "::1"}, True),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}, False),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, False),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "node7"}, False),
-    ],
-)
-def test_one_machine(variables: dict[str, str], expected: bool) -> None:
-    assert rendezvous.is_one_machine(variables) == expected
-    rendezvous.keep_to_this_machine(variables)
-    assert ("GLOO_SOCKET_IFNAME" in variables, "NCCL_SOCKET_IFNAME" in variables) == (expected, expected)
-    assert rendezvous.is_one_machine(variables) == expected
-
-
-def test_an_interface_that_was_named_stays() -> None:
-    variables = {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "eth7"}
-    rendezvous.keep_to_this_machine(variables)
-    assert variables["GLOO_SOCKET_IFNAME"] == "eth7"
-
-
 def test_the_store_of_rank_0_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without torchrun, or where torchrun does not lend its store."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -177,7 +177,16 @@ def test_a_rule_takes_what_its_message_advises(part: int):
 
 # Rules about one flag by itself, or about the machine.
 NO_COMBINATION = {"matrices_have_a_rule", "ranks_are_those_of_the_launch", "timeout_is_a_time"}
-ABOUT_OTHER_THINGS = {"model_rules", "training_rules", "curve_rules", "run_rules", "reads", "suggest", "validate"}
+ABOUT_OTHER_THINGS = {
+    "model_rules",
+    "training_rules",
+    "curve_rules",
+    "run_rules",
+    "reads",
+    "suggest",
+    "validate",
+    "warnings",
+}
 
 
 def layout_rules() -> list[Any]:

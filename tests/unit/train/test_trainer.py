@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_ext.errors import NumericError, StoppedBySignal
-from megatron_ext.train.run import Position, Run
+from megatron_ext.train.run import Run
+from megatron_ext.train.state import Position
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.step_allreduce import StopVotes
 from megatron_ext.train.trainer import Callback, Trainer

@@ -23,8 +23,9 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.pipeline_tables import CLASSES
 from megatron_ext.plugins.planner.search_input import question
 from megatron_ext.plugins.planner.simulated_timeline import equal_stages, preview
-from megatron_ext.plugins.planner.timeline import COLOURS, Timeline, as_text
+from megatron_ext.plugins.planner.timeline import Timeline
 from megatron_ext.plugins.planner.timeline_svg import as_page, as_picture
+from megatron_ext.plugins.planner.timeline_text import COLOURS, as_text
 from megatron_ext.rules.validate import problems
 from megatron_ext.terminal import say
 from megatron_ext.train.configure import gather_facts

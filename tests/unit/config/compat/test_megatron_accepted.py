@@ -71,9 +71,8 @@ def test_a_file_s_mistakes_hide_no_rule(tmp_path: Path):
 )
 def test_a_guess_is_made_only_where_it_is_likely(flag: str, guess: str | None):
     (problem,) = read([flag, "1"]).problems
-    assert problem.partition("; ")[2] == (
-        f"did you mean {guess}?" if guess else "see --help for all flags, or add --allow-unknown-flags to leave it out"
-    )
+    advice = "see --help all for every flag, or add --allow-unknown-flags to leave it out"
+    assert problem.partition("; ")[2] == (f"did you mean {guess}?" if guess else advice)
 
 
 def test_underscores_stand_for_hyphens():

@@ -56,7 +56,7 @@ def test_the_last_of_a_repeated_flag_counts():
     ("line", "problem"),
     [
         ("--hiden-size 4", "unknown flag --hiden-size; did you mean --hidden-size?"),
-        ("--zzz", "unknown flag --zzz; see --help for all flags, or add --allow-unknown-flags to leave it out"),
+        ("--zzz", "unknown flag --zzz; see --help all for every flag, or add --allow-unknown-flags to leave it out"),
         ("--num-layers 4.5", "--num-layers: '4.5' is not an integer"),
         ("--lr fast", "--lr: 'fast' is not a number"),
         ("--lr nan", "--lr: 'nan' is not a finite number"),
@@ -121,7 +121,7 @@ def test_text_that_looks_like_code_stays_text():
 
 def test_help_names_every_flag_and_exits_with_0(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
-        parse(["--num-layers", "4", "--help"])
+        parse(["--num-layers", "4", "--help", "all"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     flags = [line.split(" | ")[0] for line in pinned_command_line().splitlines() if " | " in line]

@@ -104,7 +104,7 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
         ("", "seed: x\n", ["{file}: seed: 'x' is not an integer"], {"seed"}),
         ("--num-layer 3", None, ["unknown flag --num-layer; did you mean --num-layers?"], {"num_layers"}),
         ("", "num_layer: 3\n", ["{file}: unknown name num_layer; did you mean num_layers?"], {"num_layers"}),
-        ("", "zzz: 3\n", ["{file}: unknown name zzz; see --help for all names"], set()),
+        ("", "zzz: 3\n", ["{file}: unknown name zzz; see --help all for every name"], set()),
         (
             "--dry-run --device-memory-gb 0",
             None,
@@ -316,12 +316,12 @@ def test_every_spelling_of_a_flag_is_known() -> None:
     for option in options_by_name().values():
         for flag in (option.flag, *option.aliases):
             assert options_by_flag()[flag] is option
-            assert flag in about(flag)
+            assert flag in about([flag])
         if option.is_switch:
             assert default_text(option) == ""
         elif option.default is None:
             assert default_text(option) == ("required" if option.required else "")
-        assert about(option.flag.upper()) == about(option.flag)
+        assert about([option.flag.upper()]) == about([option.flag])
     with pytest.raises(ValueError, match="'gelu' is not one of none, linear, sqrt"):
         read_texts(options_by_name()["lr_scale_rule"], ["gelu"])
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_ext.errors import ConfigurationError, NumericError
+from megatron_ext.errors import NumericError
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.telemetry.metrics import StepMetrics
 from megatron_ext.train.callbacks import reporting
-from megatron_ext.train.callbacks.reporting import Reporting, Status, parameters_norm
+from megatron_ext.train.callbacks.reporting import Reporting, Status
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -104,53 +103,6 @@ def test_the_seconds_of_steps_that_overlap_are_counted_once(monkeypatch: pytest.
     [row] = log.written
     assert row.iteration == 4
     assert row.elapsed_ms == pytest.approx(1000.0 * 13.0 / 3)
-
-
-def _fill(run: object, value: float) -> int:
-    """Give every weight one value, and return how many elements there are."""
-    parameters = [weight for chunk in run.chunks for weight in chunk.parameters()]  # pyright: ignore
-    for weight in parameters:
-        weight.data.fill_(value)
-    return sum(weight.numel() for weight in parameters)
-
-
-def test_every_weight_counts_once() -> None:
-    """Experts too; a copy that is tied to another stage's does not count again."""
-    for flags in ("", "--num-experts 4 --disable-bias-linear"):
-        with built(flags) as run:
-            elements = _fill(run, 0.5)
-            assert parameters_norm(run) == pytest.approx(0.5 * math.sqrt(elements), rel=1e-12)
-            weight = next(iter(run.chunks[0].parameters()))
-            weight.shared = True  # pyright: ignore[reportAttributeAccessIssue]
-            assert parameters_norm(run) == pytest.approx(0.5 * math.sqrt(elements - weight.numel()), rel=1e-12)
-
-
-def test_squares_of_16_bit_weights_are_not_rounded() -> None:
-    """(1 + 2^-7)^2 has 15 bits, of which bf16 holds 8."""
-    with built("--bf16") as run:
-        elements = _fill(run, 1.0 + 2.0**-7)
-        assert next(iter(run.chunks[0].parameters())).dtype == torch.bfloat16
-        assert parameters_norm(run) == pytest.approx((1.0 + 2.0**-7) * math.sqrt(elements), rel=1e-12)
-
-
-def test_ids_are_those_of_the_samples_of_the_step(tmp_path: Path) -> None:
-    """Four a step, without what is left out, under the number of the step."""
-    pretrain([*MODEL, "--log-sample-ids", str(tmp_path / "ids.jsonl"), "--skip-samples", "5-6"])
-    rows = [json.loads(line) for line in (tmp_path / "ids.jsonl").read_text().splitlines()]
-    assert [(row["iteration"], [number for _, number in row["samples"]]) for row in rows] == [
-        (1, [0, 1, 2, 3]),
-        (2, [4, 7]),
-        (3, [8, 9, 10, 11]),
-    ]
-    assert all(row["sources"] == ["mock"] for row in rows)
-
-
-def test_a_file_that_cannot_be_opened_is_named_by_its_own_flag(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigurationError, match=r"^--log-sample-ids .*/file/ids\.jsonl: Not a directory; give another path$"
-    ):
-        pretrain([*MODEL, "--log-sample-ids", str(tmp_path / "file" / "ids.jsonl")])
 
 
 class OwnError(Exception):

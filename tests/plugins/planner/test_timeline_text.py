@@ -21,8 +21,9 @@ from megatron_ext.plugins.planner.commands import draw_pipeline
 from megatron_ext.plugins.planner.estimate import step_time
 from megatron_ext.plugins.planner.search_input import placeholders
 from megatron_ext.plugins.planner.simulated_timeline import equal_stages, preview
-from megatron_ext.plugins.planner.timeline import Block, Lane, Pass, Timeline, as_text, duration
+from megatron_ext.plugins.planner.timeline import Block, Lane, Pass, Timeline, duration
 from megatron_ext.plugins.planner.timeline_svg import as_page
+from megatron_ext.plugins.planner.timeline_text import as_text
 from tests.support import plans
 from tests.support.golden_text import section
 from tests.support.pages import elements

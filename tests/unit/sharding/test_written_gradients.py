@@ -20,7 +20,7 @@ from megatron_ext.errors import TrainingError
 from megatron_ext.model.config import transformer_config
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel import groups
-from megatron_ext.sharding.ddp import WritingDataParallel
+from megatron_ext.sharding.written_gradients import WritingDataParallel
 from tests.support.several_models import end_layout
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
