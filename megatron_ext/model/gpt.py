@@ -291,6 +291,8 @@ def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
     if model.residual_multiplier != 1.0:
         branches = [branch for layer in layers for branch in (layer.self_attention, layer.mlp)]
         modules += [(model.residual_multiplier, branch) for branch in branches]
+    if model.moe_shared_expert_intermediate_size is not None and model.moe_shared_expert_average:
+        modules += [(0.5, layer.mlp) for layer in layers if hasattr(layer.mlp, "router")]
     if model.mlp_multipliers is not None:
         modules += [(model.mlp_multipliers[1], layer.mlp) for layer in layers]
     if model.embedding_multiplier != 1.0 and (gpt.pre_process or gpt.mtp_process):

@@ -259,6 +259,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "moe_apply_probs_on_input": ("an expert a token", "--moe-apply-probs-on-input"),
     "moe_input_jitter_eps": ("experts", "--moe-input-jitter-eps 0.3"),
     "moe_router_force_load_balancing": ("experts", "--moe-router-force-load-balancing"),
+    "moe_shared_expert_average": ("shared experts", "--moe-shared-expert-average"),
     "moe_shared_expert_gate": ("shared experts", "--moe-shared-expert-gate"),
     "moe_router_dtype": ("experts", "--bf16 --moe-router-dtype fp32"),
     "moe_router_load_balancing_type": ("experts", "--moe-router-load-balancing-type none"),

@@ -198,7 +198,7 @@ def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, gradie
         if mapping.dtype is not None or ".indexer." in mapping.parameter.name:  # state, and what no loss there trains
             continue
         ours = torch.from_numpy(found[mapping.parameter.name])
-        # Where nothing is rotated a key's bias adds one number to all scores of a query: its gradient is rounding alone.
+        # Where nothing is rotated a key's bias adds one number to all scores of a query: its gradient is rounding.
         is_of_keys = mapping.parameter.name.endswith("qkv.bias") and config.model.position_embedding_type != "rope"
         tensors = [expected[name] for name in mapping.tensor_shapes()]
         for span in mapping.ranges:
@@ -272,7 +272,7 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
                 *("Solar Open", "Granite with a shared expert", "Hy3", "K-EXAONE", "AFM with experts", "Mellum"),
-                *("Hunyuan with experts", "Flint", "Kolibri", "dots.llm1, unnormalized", "A.X-K1"),
+                *("Hunyuan with experts", "Flint", "Kolibri", "dots.llm1, unnormalized", "A.X-K1", "Command A+"),
             )
         ),
     ],

@@ -730,6 +730,18 @@ MODELS: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "Command A+": {
+        **{"model_type": "cohere2_moe", **_DECODER, "num_hidden_layers": 4, "num_experts": 6, "intermediate_size": 32},
+        **{"num_experts_per_tok": 3, "num_shared_experts": 2, "expert_selection_fn": "sigmoid", "sliding_window": 6},
+        **{"mlp_layer_types": ["dense", *["sparse"] * 3], "prefix_dense_intermediate_size": 60, "logit_scale": 0.3},
+        **{"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"], "pad_token_id": None},
+        **_UNTIED,
+    },
+    "Command A+ with RMSNorm": {
+        **{"model_type": "cohere2_moe", **_DECODER, "num_hidden_layers": 4, "num_experts": 6, "intermediate_size": 32},
+        **{"num_experts_per_tok": 3, "num_shared_experts": 1, "shared_expert_combination_strategy": "sum"},
+        **{"rms_norm_eps": 1e-5, "sliding_window": 9, "logit_scale": 0.5, "pad_token_id": None, **_UNTIED},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

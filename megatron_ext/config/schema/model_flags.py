@@ -344,7 +344,6 @@ class ModelConfig:
         needs={
             norms: [
                 Need("norm_position", "before", "norms before attention and MLP"),
-                Need("num_experts", None, "an MLP"),
                 Need("residual_multiplier", 1.0, "what both add as it is"),
             ]
             for norms in ("one-norm", "two-norms")
@@ -703,6 +702,14 @@ class ModelConfig:
         "Width of the shared experts together, which compute every token beside the routed ones; default none.",
         resume="shape",
         at_least=1,
+    )
+    moe_shared_expert_average: bool = option(
+        False,
+        "Average the output of the shared experts with the output of the routed ones, instead of adding both.",
+        resume="function",
+        read_with=ReadWith(
+            "moe_shared_expert_intermediate_size", "without --moe-shared-expert-intermediate-size nothing is averaged"
+        ),
     )
     moe_shared_expert_gate: bool = option(
         False, "Multiply the output of the shared experts by a sigmoid gate of each token.", resume="shape"

@@ -66,6 +66,9 @@ class Experts(Part):
     shared_gate: bool = False
     """Whether a sigmoid gate of each token multiplies the shared experts' output."""
 
+    averaged: bool = False
+    """Whether the outputs of routed and of shared experts are averaged, and not added."""
+
     has_bias: bool = False
     """Whether experts are chosen by scores with a bias of each, which is state and not trained by gradients."""
 
@@ -266,6 +269,7 @@ def experts_of(model: ModelConfig, count: int) -> Experts:
         mlp=mlp_of(model, model.expert_ffn_hidden_size),
         shared=None if shared is None else mlp_of(model, shared),
         shared_gate=shared is not None and model.moe_shared_expert_gate,
+        averaged=shared is not None and model.moe_shared_expert_average,
         has_bias=model.moe_router_enable_expert_bias,
         bias_of_logits=model.moe_router_enable_expert_bias and model.moe_router_bias_of == "logits",
         unnormalized=model.moe_router_unnormalized and model.moe_router_score_function != "softmax",
@@ -274,6 +278,9 @@ def experts_of(model: ModelConfig, count: int) -> Experts:
         sparse_mixer=model.moe_router_sparsemixer_eps,
         latent=model.moe_latent_size,
     )
+
+
+_SHARED = ("", " --moe-shared-expert-gate", " --moe-shared-expert-average")
 
 
 def draw(random: Random) -> list[str]:
@@ -298,7 +305,5 @@ def draw(random: Random) -> list[str]:
         *taken(random, (0.4, "--moe-z-loss-coeff 0.01"), (0.15, "--moe-latent-size 24"), (0.1, "--moe-grouped-gemm")),
         *taken(random, (0.1, "--moe-apply-probs-on-input"), (0.05, "--moe-router-sparsemixer-eps 1e-9")),
         *taken(random, (0.4, f"--moe-layer-freq {random.choice(('2', '[0,1,1,1]', '[0,1,0,1]'))}")),
-        *taken(
-            random, (0.4, f"--moe-shared-expert-intermediate-size 40{random.choice(('', ' --moe-shared-expert-gate'))}")
-        ),
+        *taken(random, (0.4, f"--moe-shared-expert-intermediate-size 40{random.choice(_SHARED)}")),
     ]

@@ -269,8 +269,8 @@ class Router(TopKRouter):
         compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of each token's experts and their indices, both [T, topk], where megatron-core has no such
-        choice: by softmax's scores or by logits with a bias, as ERNIE 4.5 and Kolibri, or from groups that count another number of scores, as
-        DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434, section 2.2.2).
+        choice: by softmax's scores or by logits with a bias, as ERNIE 4.5 and Kolibri, or from groups that count
+        another number of scores, as DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434, section 2.2.2).
 
         Args:
             scores_TE: of T tokens here; logits where softmax comes after the choice.

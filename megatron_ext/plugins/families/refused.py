@@ -16,7 +16,6 @@ _REASONS: dict[str, tuple[str, int]] = {
         "the decay of its delta rule is a bounded sigmoid, and latent attention has gates",
         421,
     ),
-    "cohere2_moe": ("experts read what attention reads, and what they give is averaged with the shared ones'", 192),
     "deepseek_v4": ("hyper-connections mix several residual streams", 887),
     "diffllama": ("attention is the difference of two softmaxes", 306),
     "dots3_note_text": ("layers with a window have latents and heads of other sizes", 99),

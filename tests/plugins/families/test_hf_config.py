@@ -43,7 +43,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 _LEFT_OUT = {
     **{"gemma3_text": "layer_types", "ministral": "layer_types", "smollm3": "no_rope_layers", "gpt2": "n_inner"},
-    **{"glm_moe_dsa": "mlp_layer_types", **dict.fromkeys(("mellum", "kolibri1", "cohere_compass_text"), "layer_types")},
+    **{
+        "glm_moe_dsa": "mlp_layer_types",
+        **dict.fromkeys(("mellum", "kolibri1", "cohere_compass_text", "cohere2_moe"), "layer_types"),
+    },
 }
 """Keys of these models that hide another one, or whose list another number of layers would contradict."""
 

@@ -17,7 +17,6 @@ _THERE = {
     "paligemma": "bidirectionally in prefix",
     "axk2": "self.q_gate_proj(torch.cat([q_resid, q_compressed]",
     "bailing_hybrid": "self.lower_bound * torch.sigmoid(",
-    "cohere2_moe": "(final_hidden_states + shared_expert_output) / 2",
     "deepseek_v4": "class DeepseekV4HyperConnection",
     "diffllama": "lambda_1 - lambda_2",
     "dots3_note_text": "config.per_layer_config[layer_type]",
