@@ -36,9 +36,10 @@ def _one_of(reading: Reading, key: str, usual: str, other: str) -> bool:
 def _read(reading: Reading) -> dict[str, Any]:
     numbers, kind = shared.layer_numbers(reading), "RMSNorm" if reading.get("rms_norm_eps") is not None else "LayerNorm"
     reading.understand("layer_norm_eps")
-    first = typed_mixtures(reading, reading.integer("first_k_dense_replace", 0, least=0))
+    named = reading.integer("first_k_dense_replace", 0, least=0)
+    first = typed_mixtures(reading, named)
     every, dense = reading.integer(_EVERY, 4), reading.integer(_EVERY_DENSE, 1)
-    usual = [(one + 1) % dense != 0 if one < first else (one - first + 1) % every != 0 for one in numbers]
+    usual = [(one + 1) % dense != 0 if one < named else (one - named + 1) % every != 0 for one in numbers]
     has_window = shared.typed_windows(reading, usual)
     fixed = [not window and (number >= first or dense != 1) for number, window in zip(numbers, has_window, strict=True)]
     width, count = reading.integer("intermediate_size"), reading.integer(_SHARED, 0, least=0)
