@@ -93,6 +93,7 @@ _OF_OTHER_SETTINGS = {
     "gpt_bigcode": {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"},
     "gpt_neo": {"classifier_dropout"},
     "biogpt": {"layer_norm_eps"},
+    "cohere2_moe": {"prefix_dense_sliding_window_pattern"},
     "cohere_compass_text": {"pooling", "sliding_window"},
     "hy_v3": {"enable_moe_fp32_combine"},
     "mellum": {"mtp_layer_types", "mtp_mlp_layer_types", "sliding_window"},
