@@ -213,7 +213,8 @@ class Activations:
         """Return the bytes of the parts of a layer that selective recomputation drops."""
         parts = self.layer(layer).parts
         # Of a norm after attention or MLP nobody keeps the output.
-        norms = parts["norms"] * layer.norms_before / (layer.norms_before + layer.norms_after)
+        places = [(branch.before is not None, branch.after is not None) for branch in layer.branches]
+        norms = parts["norms"] * sum(before for before, _ in places) / max(sum(map(sum, places)), 1)
         sizes = {"core_attn": parts.get("core", 0.0), "layernorm": norms}
         sizes["mlp" if layer.experts is None else "moe"] = parts.get("mlp", 0.0)
         return sum(sizes.get(part, 0.0) for part in self.config.training.recompute_modules or ("core_attn",))

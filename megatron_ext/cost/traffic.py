@@ -195,7 +195,7 @@ class _Stage:
         )
         # Parallel attention and MLP, or Mamba-2, are summed once, and so is the gradient of their sum gathered.
         saved, saved_again = (
-            sum(number for kind, number in of_mlp.items() if kind.parallel)
+            sum(number for kind, number in of_mlp.items() if kind.parallel and kind.experts is None)
             + sum(number * kind.mixer.joined for kind, number in of_mixer.items() if kind.mixer is not None)
             for of_mlp, of_mixer in ((self.held, self.held), (self.again["mlp"], self.again["mixer"]))
         )

@@ -21,6 +21,7 @@ from megatron_ext.parts.stack import layers, stack
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
+    "relu": F.relu,
     "squared_relu": squared_relu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,

@@ -245,7 +245,7 @@ def _build_chunk(
             config=transformer_config,
             transformer_layer_spec=spec,  # pyright: ignore[reportArgumentType]
             vocab_size=model.padded_vocab_size,
-            max_sequence_length=model.max_position_embeddings,
+            max_sequence_length=model.position_embedding_offset + model.max_position_embeddings,
             pre_process=stage == 0 and chunk == 0,
             post_process=stage == stages - 1 and chunk == chunks - 1,
             fp16_lm_cross_entropy=False,
@@ -271,6 +271,8 @@ def _build_chunk(
         _normalize_embeddings(gpt, model)
     for formats in brought("product_formats"):
         formats.install(gpt, config, pg_collection)
+    if gpt.pre_process and model.position_embedding_offset:
+        gpt.embedding.position_embeddings.register_forward_pre_hook(partial(_shifted, model.position_embedding_offset))
     keep_gathered(gpt, config)
     recomputes, compiles = config.training.recompute_granularity == "full", config.training.torch_compile
     if not config.layout.flags_that_divide_weights and not recomputes and not compiles:
@@ -291,6 +293,8 @@ def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
     if model.residual_multiplier != 1.0:
         branches = [branch for layer in layers for branch in (layer.self_attention, layer.mlp)]
         modules += [(model.residual_multiplier, branch) for branch in branches]
+    if model.moe_shared_expert_intermediate_size is not None and model.moe_shared_expert_average:
+        modules += [(0.5, layer.mlp) for layer in layers if hasattr(layer.mlp, "router")]
     if model.mlp_multipliers is not None:
         modules += [(model.mlp_multipliers[1], layer.mlp) for layer in layers]
     if model.embedding_multiplier != 1.0 and (gpt.pre_process or gpt.mtp_process):
@@ -300,6 +304,11 @@ def _multiply_outputs(gpt: GPT, model: ModelConfig) -> None:
         modules.append((model.logits_multiplier, gpt.decoder.final_layernorm))
     for factor, module in modules:
         module.register_forward_hook(partial(_multiplied, factor))
+
+
+def _shifted(rows: int, _table: torch.nn.Module, positions: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """Return the rows of the table of these positions, whose first is after `rows` others (a forward pre-hook)."""
+    return (positions[0] + rows,)
 
 
 def _normalize_embeddings(gpt: GPT, model: ModelConfig) -> None:

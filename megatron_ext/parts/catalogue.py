@@ -165,7 +165,7 @@ def embedding_parameters(config: Config) -> Iterator[Parameter]:
             # With learned positions megatron-core divides the sequence after their sum.
             yield replace(parameter, sequence_parallel=not learned)
     if learned:
-        shape = (model.max_position_embeddings, model.hidden_size)
+        shape = (model.position_embedding_offset + model.max_position_embeddings, model.hidden_size)
         yield Parameter(POSITION_EMBEDDINGS, shape, "embedding", *_embedding_init(model, shape))
 
 

@@ -21,10 +21,13 @@ Branch = tuple[torch.Tensor, torch.Tensor | None]
 """Result of a part: its output, and a bias that is still to be added."""
 
 
+_PARTS = ("self_attention", "mlp")
+
+
 class ResidualLayer(TransformerLayer):
     """Computes x + after(attention(before(x))), then x + after(MLP(before(x))), with dropout on both branches; or in
     parallel x + (attention(before(x)) + MLP(before'(x))) (PaLM, arXiv:2204.02311, section 2), with dropout on the sum,
-    which tensor-parallel ranks add up in one exchange.
+    which tensor-parallel ranks add up in one exchange, unless the MLP is a mixture of experts.
 
     Norms stand before (Xiong et al. 2020, figure 1b), after (OLMo 2, arXiv:2501.00656) or on both sides. The layer is
     built, named and divided as megatron-core's is; a forward pass without that one's branches for offloading and
@@ -36,6 +39,7 @@ class ResidualLayer(TransformerLayer):
 
     Args:
         norm_after: builds the norms after attention and MLP; None where there are none.
+        normed_after: names of the modules that have such a norm after them, `self_attention` and `mlp`.
         is_parallel: whether attention and MLP read the same residual stream; through one norm, where only attention
             has one.
     """
@@ -45,6 +49,7 @@ class ResidualLayer(TransformerLayer):
         config: TransformerConfig,
         *positional: Any,
         norm_after: NormBuilder | None = None,
+        normed_after: tuple[str, ...] = (),
         is_parallel: bool = False,
         **settings: Any,
     ) -> None:
@@ -53,13 +58,15 @@ class ResidualLayer(TransformerLayer):
         self._read: tuple[torch.Tensor, torch.Tensor] | None = None
         self.is_parallel = is_parallel
         parts: Any = self
-        if is_parallel:
+        # Experts have exchanged and summed their outputs themselves.
+        self.sums_at_once = is_parallel and hasattr(parts.mlp, "linear_fc2")
+        if self.sums_at_once:
             leave_sums(parts.self_attention.linear_proj, parts.mlp.linear_fc2)
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if norm_after is not None:
             sizes = config, config.hidden_size, config.layernorm_epsilon
-            alone = (isinstance(part, IdentityOp) for part in (parts.self_attention, parts.mlp))
-            norms = (None if is_none else norm_after(*sizes) for is_none in alone)
+            has = (name in normed_after and not isinstance(getattr(parts, name), IdentityOp) for name in _PARTS)
+            norms = (norm_after(*sizes) if is_there else None for is_there in has)
             self.post_self_attn_layernorm, self.post_mlp_layernorm = norms
 
     def read_ahead(self, following: "ResidualLayer") -> None:
@@ -145,7 +152,8 @@ class ResidualLayer(TransformerLayer):
         forget_own(output)
         attention: Any = self.self_attention
         biases = [bias for _, bias in (attended, expanded) if bias is not None]
-        return summed(output, attention.linear_proj), sum(biases[1:], biases[0]) if biases else None
+        output = summed(output, attention.linear_proj) if self.sums_at_once else output
+        return output, sum(biases[1:], biases[0]) if biases else None
 
     def _expanded(self, normed: torch.Tensor) -> Branch:
         mlp: Any = self._checkpointed_mlp if self.recompute_mlp and self.training else self.mlp

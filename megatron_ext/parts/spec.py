@@ -87,7 +87,7 @@ def layer_spec(
     return ModuleSpec(
         module=ResidualLayer,
         params={
-            **({"norm_after": norm} if layer.norms_after else {}),
+            **({"norm_after": norm, "normed_after": layer.normed_after} if layer.norms_after else {}),
             **({"is_parallel": True} if layer.parallel else {}),
         },
         submodules=TransformerLayerSubmodules(

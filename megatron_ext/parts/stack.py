@@ -58,9 +58,9 @@ class Layer:
     norm: Norm
     """Description of every norm of the layer."""
 
-    norm_places: Literal["before", "after", "both"]
+    norm_places: Literal["before", "after", "both", "around-mlp"]
     """Whether norms stand before mixer and MLP (on their inputs), after them (on their outputs, before these are added
-    to the residual stream), or on both sides."""
+    to the residual stream), on both sides, or before the mixer and on both sides of the MLP."""
 
     parallel: Literal["one-norm", "two-norms"] | None = None
     """Whether mixer and MLP read the same residual stream, through one norm or each through its own; None: the MLP
@@ -86,14 +86,14 @@ class Layer:
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
         """Additions of the layer to the residual stream, one after another."""
-        before, after = self.norms_before, self.norms_after
+        before, after = self.norms_before, self.normed_after
         of_mlp = None if self.parallel == "one-norm" else "pre_mlp_layernorm"
         pieces = (
             ("self_attention", self.mixer, "input_layernorm", "post_self_attn_layernorm"),
             ("mlp", self.mlp, of_mlp, "post_mlp_layernorm"),
         )
         return tuple(
-            Branch(name, part, first if before else None, last if after else None)
+            Branch(name, part, first if before else None, last if name in after else None)
             for name, part, first, last in pieces
             if part is not None
         )
@@ -150,8 +150,13 @@ class Layer:
 
     @property
     def norms_after(self) -> bool:
-        """Whether norms stand after mixer and MLP."""
+        """Whether norms stand after mixer and MLP, or after one of them."""
         return self.norm_places != "before"
+
+    @property
+    def normed_after(self) -> tuple[str, ...]:
+        """Names of the modules, mixer and MLP, whose outputs are normalized."""
+        return {"before": (), "around-mlp": ("mlp",)}.get(self.norm_places, ("self_attention", "mlp"))
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -161,7 +166,7 @@ class Layer:
 
     def pieces(self, config: Config) -> dict[str, Asked]:
         """Return the pieces that the layer asks for and that not every way of computing it has (`parts/ways.py`)."""
-        asked = Asked(f"--norm-position is {self.norm_places}", "--norm-position before")
+        asked = Asked(f"--norm-position is {config.model.norm_position}", "--norm-position before")
         places = {"norms after": self.norms_after, "no norms before": not self.norms_before}
         pieces = {place: asked for place, is_so in places.items() if is_so}
         if self.parallel:
@@ -273,6 +278,8 @@ def _layer(model: ModelConfig, number: int) -> Layer:
     places = model.norm_position
     if places == "after-attention":
         places = "after" if isinstance(mixer, Attention) else "before"
+    if places == "after-experts":
+        places = "before" if experts is None or not has_mlp else "around-mlp"
     return Layer(
         number=number,
         mixer=mixer,

@@ -13,6 +13,7 @@ from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
 from megatron_ext.parts.kinds import attention_is_replaced
 from megatron_ext.parts.kinds import letters as known_letters
+from megatron_ext.parts.stack import stack
 from megatron_ext.rules.reads import reads
 from megatron_ext.rules.suggest import (
     divisors,
@@ -111,6 +112,7 @@ def one_activation(config: Config, facts: Facts) -> Iterator[str]:
     model = config.model
     switches = [
         ("--swiglu", model.swiglu),
+        ("--relu", model.relu),
         ("--squared-relu", model.squared_relu),
         ("--geglu", model.geglu),
         ("--openai-gelu", model.openai_gelu and not model.geglu),
@@ -278,9 +280,11 @@ def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
 def longrope_has_a_factor_for_each_pair(config: Config, facts: Facts) -> Iterator[str]:
     """Require both lists of factors of --rope-type longrope, and of the right length."""
     model = config.model
-    if model.rope_type != "longrope" or not positive(model.kv_channels):
+    if model.rope_type != "longrope" or not positive(model.num_layers, model.kv_channels):
         return
-    pairs = int(model.kv_channels * model.rotary_percent) // 2
+    rotated = (kind.attention for kind, _ in stack(config).kinds if kind.rotary_table is not None)
+    found = (one.rotary.channels(one.rotary_size) // 2 for one in rotated if one.rotary is not None)
+    pairs = next(found, int(model.kv_channels * model.rotary_percent) // 2)
     for name in ("short", "long"):
         factors: tuple[float, ...] | None = getattr(model, f"longrope_{name}_factor")
         if factors is None or len(factors) != pairs or min(factors) <= 0:

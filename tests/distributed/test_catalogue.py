@@ -79,6 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "none",
     },
 }
+MODELS["OPT"] = {"relu": True, "position_embedding_offset": 2}
 MODELS["OLMo-2"] = OLMO2
 MODELS["latents"] = LATENTS
 MODELS["latents of keys alone, biases"] = {**LATENTS, "q_lora_rank": None, "disable_bias_linear": False}
@@ -121,7 +122,10 @@ ALL_MODELS = {
         "moe_latent_size": 20,
         "mtp_num_layers": 1,
     },
-    BIASED_EXPERTS: {"disable_bias_linear": False, "num_experts": 4, "moe_ffn_hidden_size": 24, "quick_geglu": True},
+    BIASED_EXPERTS: {
+        **{"disable_bias_linear": False, "num_experts": 4, "moe_ffn_hidden_size": 24, "quick_geglu": True},
+        **{"norm_position": "after-experts", "moe_layer_freq": "2"},
+    },
 }
 FEW, MANY = 2, 4
 """Layers of one chunk a stage, and of two."""

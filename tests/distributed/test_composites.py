@@ -86,6 +86,20 @@ def test_text_goes_back_into_a_copy_of_the_whole(
         assert (written / name).read_bytes() == (whole / name).read_bytes()
 
 
+# Slow: the comparison takes an interpreter of its own; test_a_text_without_images has the logits of every kind.
+@pytest.mark.slow
+def test_a_copy_of_the_whole_is_compared_with_transformers(
+    folders: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = str(folders["gemma3"][0])
+    assert convert(["from-hf", "--load", whole, "--save", str(tmp_path / "ours")]) == 0
+    said = capsys.readouterr().out
+    assert "keys next to text_config that are not read: " in said
+    assert "image_token_index" in said
+    assert convert(["to-hf", "--load", str(tmp_path / "ours"), "--into", whole, "--save", str(tmp_path / "hf")]) == 0
+    assert "largest difference of logits to transformers: " in capsys.readouterr().out
+
+
 def test_another_text_model_is_refused_with_what_differs(folders: dict[str, Any], tmp_path: Path) -> None:
     for kind in ("mistral3", "llava"):
         assert convert(["from-hf", "--load", str(folders[kind][0]), "--save", str(tmp_path / kind)]) == 0

@@ -198,6 +198,9 @@ def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, gradie
         if mapping.dtype is not None or ".indexer." in mapping.parameter.name:  # state, and what no loss there trains
             continue
         ours = torch.from_numpy(found[mapping.parameter.name])
+        # Where nothing is rotated a key's bias adds one number to all scores of a query: its gradient is rounding.
+        is_of_keys = mapping.parameter.name.endswith("qkv.bias") and config.model.position_embedding_type != "rope"
+        tensors = [expected[name] for name in mapping.tensor_shapes()]
         for span in mapping.ranges:
             theirs, part = expected[span.tensor], ours[span.start : span.start + span.count]
             if mapping.transposed:
@@ -207,7 +210,8 @@ def test_gradients_are_those_of_transformers(name: str, tp: int, pp: int, gradie
                 theirs = theirs.flatten(0, 1) if mapping.stacked else theirs
                 theirs = theirs.view(-1, *part.shape[1:])  # where a row of a matrix is a vector there
                 rows = theirs[span.tensor_start : span.tensor_start + span.count]
-            assert (part - rows).norm() <= TOLERANCE * theirs.norm(), mapping.parameter.name
+            scale = torch.cat(tensors).norm() if is_of_keys else theirs.norm()
+            assert (part - rows).norm() <= TOLERANCE * scale, mapping.parameter.name
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +272,15 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
                 *("Solar Open", "Granite with a shared expert", "Hy3", "K-EXAONE", "AFM with experts", "Mellum"),
-                *("Hunyuan with experts", "Jamba"),
+                *(
+                    "Hunyuan with experts",
+                    "Jamba",
+                    "Flint",
+                    "Kolibri",
+                    "dots.llm1, unnormalized",
+                    "A.X-K1",
+                    "Command A+",
+                ),
             )
         ),
     ],

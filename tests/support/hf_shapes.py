@@ -680,6 +680,93 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "aria_text", **_DECODER, "moe_num_experts": 6, "moe_topk": 3, "intermediate_size": 32},
         **{"attention_bias": True, "pad_token_id": None, **_UNTIED},
     },
+    "Flint": {
+        **{"model_type": "flint", **_DECODER, **_SHARED_EXPERT, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"mlp_only_layers": [0], "layer_types": ["full_attention", *["sliding_attention"] * 3], **_UNTIED},
+    },
+    "Flint with biases": {
+        **{"model_type": "flint", **_DECODER, **_SHARED_EXPERT, "num_hidden_layers": 4, "sliding_window": 9},
+        **{"attention_bias": True, "num_key_value_heads": 1, "norm_topk_prob": False, **_UNTIED},
+    },
+    "nanochat": {"model_type": "nanochat", **_DECODER, "pad_token_id": None, "rope_theta": 700.0},
+    "nanochat with biases": {
+        **{"model_type": "nanochat", **_DECODER, "num_key_value_heads": 6, "head_dim": 8, "attention_bias": True},
+        **{"final_logit_softcapping": None, "pad_token_id": None},
+    },
+    "MiniCPM3": {
+        **{"model_type": "minicpm3", **_OF_YOUTU, "q_lora_rank": 20, "scale_emb": 3.0, "scale_depth": 1.1},
+        **{"dim_model_base": 24, "initializer_range": 0.02, **_UNTIED},
+    },
+    "MiniCPM3 with longrope": {
+        **{"model_type": "minicpm3", **_OF_YOUTU, "scale_emb": 0.3, "initializer_range": 0.02, **_UNTIED},
+        "rope_scaling": {
+            **{"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.2, 3.0, 9.0, 9.0]},
+            **{"original_max_position_embeddings": 40, "factor": 4.0},
+        },
+    },
+    "MiniCPM3 without latents of queries": {
+        **{"model_type": "minicpm3", **_OF_YOUTU, "q_lora_rank": None, "v_head_dim": None, "initializer_range": 0.02},
+        **{"scale_emb": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
+    },
+    "OPT": {
+        **{"model_type": "opt", **_PLAIN, "ffn_dim": 100, "max_position_embeddings": 80, "pad_token_id": None},
+        "intermediate_size": None,
+    },
+    "Galactica": {
+        **{"model_type": "opt", **_PLAIN, "ffn_dim": 60, "enable_bias": False, "activation_function": "gelu"},
+        **{"layer_norm_elementwise_affine": False, "pad_token_id": None, "intermediate_size": None, **_UNTIED},
+    },
+    "BioGPT": {"model_type": "biogpt", **_PLAIN, "pad_token_id": None, **_UNTIED},
+    "BioGPT without a scale": {
+        **{"model_type": "biogpt", **_PLAIN, "pad_token_id": None, "scale_embedding": False, "hidden_act": "gelu_new"},
+    },
+    "Kolibri": {
+        **{"model_type": "kolibri1", **_DECODER, **_SHARED_EXPERT, "num_hidden_layers": 4, "sliding_window": 6},
+        **{"layer_types": ["full_attention", *["sliding_attention"] * 3], "intermediate_size": None, **_UNTIED},
+    },
+    "Kolibri with windows alone": {
+        **{"model_type": "kolibri1", **_DECODER, **_SHARED_EXPERT, "layer_types": ["sliding_attention"] * 2},
+        **{"sliding_window": 9, "norm_topk_prob": True, "num_key_value_heads": 1, "intermediate_size": None},
+    },
+    "dots.llm1, unnormalized": {
+        **{"model_type": "dots1", **_DECODER, **_EXPERTS, "num_hidden_layers": 4, "max_window_layers": 4},
+        **{"norm_topk_prob": False, "pad_token_id": None, **_UNTIED},
+    },
+    "A.X-K1": {
+        **{"model_type": "axk1", **_OF_YOUTU, **_OF_NEMOTRON, "num_key_value_heads": 6, "q_lora_rank": 20},
+        **{"n_shared_experts": 2, **_UNTIED},
+    },
+    "Cohere Compass": {
+        **{"model_type": "cohere_compass_text", **_DECODER, "num_hidden_layers": 4},
+        **{"layer_types": [*["sliding_attention"] * 3, "full_attention"], "sliding_window": 6, "logit_scale": 0.3},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [2, 1, 1]},
+            "full_attention": None,
+        },
+        **{"pad_token_id": None, **_UNTIED},
+    },
+    "Cohere Compass with two bases": {
+        **{"model_type": "cohere_compass_text", **_DECODER, "attention_bias": True},
+        **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "pad_token_id": None},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "full_attention": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 700.0},
+            },
+        },
+    },
+    "Command A+": {
+        **{"model_type": "cohere2_moe", **_DECODER, "num_hidden_layers": 4, "num_experts": 6, "intermediate_size": 32},
+        **{"num_experts_per_tok": 3, "num_shared_experts": 2, "expert_selection_fn": "sigmoid", "sliding_window": 6},
+        **{"mlp_layer_types": ["dense", *["sparse"] * 3], "prefix_dense_intermediate_size": 60, "logit_scale": 0.3},
+        **{"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"], "pad_token_id": None},
+        **_UNTIED,
+    },
+    "Command A+ with RMSNorm": {
+        **{"model_type": "cohere2_moe", **_DECODER, "num_hidden_layers": 4, "num_experts": 6, "intermediate_size": 32},
+        **{"num_experts_per_tok": 3, "num_shared_experts": 1, "shared_expert_combination_strategy": "sum"},
+        **{"rms_norm_eps": 1e-5, "sliding_window": 9, "logit_scale": 0.5, "pad_token_id": None, **_UNTIED},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

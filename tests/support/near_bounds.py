@@ -199,6 +199,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"{_TP4} --ffn-hidden-size 2",
         "--squared-relu --openai-gelu",
         "--max-position-embeddings 63",
+        *(f"--position-embedding-offset {rows}" for rows in (-1, 0, 2)),
         "--max-position-embeddings 64",
         "--max-position-embeddings 63 --position-embedding-type rope",
         "--attention-chunk-size 63 --position-embedding-type rope",

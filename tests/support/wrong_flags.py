@@ -550,7 +550,6 @@ _WRONG = """
 --residual-multiplier 0.5 --norm-position after
 --parallel-residual one-norm --norm-position both
 --parallel-residual two-norms --residual-multiplier 0.5
---disable-bias-linear --num-experts 8 --parallel-residual one-norm
 --lm-head-bias --linear-cross-entropy
 --lm-head-bias --logits-multiplier 2
 --softmax-scale 0

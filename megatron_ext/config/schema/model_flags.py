@@ -70,6 +70,15 @@ class ModelConfig:
         resume="shape",
         at_least=1,
     )
+    position_embedding_offset: int = option(
+        0,
+        "Rows of the learned position table, besides --max-position-embeddings, before the first position's: 2 in OPT.",
+        resume="shape",
+        at_least=0,
+        read_with=ReadWith(
+            "position_embedding_type", "there are no learned positions", only=("learned_absolute", None)
+        ),
+    )
     position_embedding_type: str = option(
         "learned_absolute",
         "How positions enter the model; yarn is rope with --rope-type yarn.",
@@ -300,6 +309,7 @@ class ModelConfig:
         resume="shape",
         needs={True: [Need("transformer_impl", "local", "layers of this program's own")]},
     )
+    relu: bool = option(False, "ReLU activation in the MLP, without a gate.", resume="function")
     squared_relu: bool = option(False, "Squared ReLU activation in the MLP.", resume="function")
     openai_gelu: bool = option(False, "The tanh form of GELU, as GPT-2 has it.", resume="function")
     normalization: str = option("LayerNorm", "Kind of norm.", resume="shape", choices=("LayerNorm", "RMSNorm"))
@@ -310,7 +320,7 @@ class ModelConfig:
         choices=("all", "weight", "none"),
         needs={
             fewer: [
-                Need("normalization", "LayerNorm", "LayerNorm"),
+                *([Need("normalization", "LayerNorm", "LayerNorm")] if fewer == "weight" else []),
                 Need("norm_position", "before", "norms before attention and MLP"),
                 Need("transformer_impl", "local", "layers of this program's own"),
             ]
@@ -320,9 +330,10 @@ class ModelConfig:
     norm_position: str = option(
         "before",
         "Norms before attention and MLP, after them (on their outputs), or both; after-attention: after attention "
-        "and MLP in attention layers, before them in all other layers.",
+        "and MLP in attention layers, before them in all other layers; after-experts: before attention and MLP, and "
+        "after experts.",
         resume="shape",
-        choices=("before", "after", "both", "after-attention"),
+        choices=("before", "after", "both", "after-attention", "after-experts"),
     )
     parallel_residual: str = option(
         "none",
@@ -333,7 +344,6 @@ class ModelConfig:
         needs={
             norms: [
                 Need("norm_position", "before", "norms before attention and MLP"),
-                Need("num_experts", None, "an MLP"),
                 Need("residual_multiplier", 1.0, "what both add as it is"),
             ]
             for norms in ("one-norm", "two-norms")
@@ -577,6 +587,13 @@ class ModelConfig:
         "that had fewer tokens of the global batch than the mean.",
         resume="shape",
     )
+    moe_router_bias_of: str = option(
+        "scores",
+        "Numbers to which the bias of --moe-router-enable-expert-bias is added: the scores, or the router's logits.",
+        resume="function",
+        choices=("scores", "logits"),
+        read_with=ReadWith("moe_router_enable_expert_bias", "without --moe-router-enable-expert-bias there is no bias"),
+    )
     moe_router_bias_update_rate: float = option(
         1e-3,
         "How far a step moves the bias of an expert.",
@@ -606,6 +623,16 @@ class ModelConfig:
         read_with=(
             _EXPERTS,
             ReadWith("moe_router_score_function", "the scores of experts are no softmax", only=("softmax",)),
+        ),
+        dropped_unread=True,
+    )
+    moe_router_unnormalized: bool = option(
+        False,
+        "Weigh the experts of a token by their scores as they are, and not divided by their sum.",
+        resume="function",
+        read_with=(
+            _EXPERTS,
+            ReadWith("moe_router_score_function", "a softmax is whole", only=("sigmoid", "sqrtsoftplus")),
         ),
         dropped_unread=True,
     )
@@ -675,6 +702,14 @@ class ModelConfig:
         "Width of the shared experts together, which compute every token beside the routed ones; default none.",
         resume="shape",
         at_least=1,
+    )
+    moe_shared_expert_average: bool = option(
+        False,
+        "Average the output of the shared experts with the output of the routed ones, instead of adding both.",
+        resume="function",
+        read_with=ReadWith(
+            "moe_shared_expert_intermediate_size", "without --moe-shared-expert-intermediate-size nothing is averaged"
+        ),
     )
     moe_shared_expert_gate: bool = option(
         False, "Multiply the output of the shared experts by a sigmoid gate of each token.", resume="shape"

@@ -65,8 +65,17 @@ class Experts(Part):
     shared_gate: bool = False
     """Whether a sigmoid gate of each token multiplies the shared experts' output."""
 
+    averaged: bool = False
+    """Whether the outputs of routed and of shared experts are averaged, and not added."""
+
     has_bias: bool = False
     """Whether experts are chosen by scores with a bias of each, which is state and not trained by gradients."""
+
+    bias_of_logits: bool = False
+    """Whether that bias is added to the router's logits, and not to their scores."""
+
+    unnormalized: bool = False
+    """Whether scores that are no softmax weigh a token's experts without being divided by their sum."""
 
     group_scores: int | None = None
     """Number of best scores of a group of experts that are added up, where megatron-core's number differs."""
@@ -198,6 +207,11 @@ class Experts(Part):
             )
         if self.sparse_mixer is not None:
             yield from _otherwise_chosen(config.model)
+        if self.unnormalized and config.model.is_sinkhorn:
+            yield (
+                "--moe-router-unnormalized with --moe-router-load-balancing-type sinkhorn, whose weights are never "
+                "divided by their sum; leave --moe-router-unnormalized out"
+            )
         if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
             yield (
                 f"--num-experts with --tensor-model-parallel-size {layout.tensor_model_parallel_size} would route "
@@ -250,12 +264,18 @@ def experts_of(model: ModelConfig, count: int) -> Experts:
         mlp=mlp_of(model, model.expert_ffn_hidden_size),
         shared=None if shared is None else mlp_of(model, shared),
         shared_gate=shared is not None and model.moe_shared_expert_gate,
+        averaged=shared is not None and model.moe_shared_expert_average,
         has_bias=model.moe_router_enable_expert_bias,
+        bias_of_logits=model.moe_router_enable_expert_bias and model.moe_router_bias_of == "logits",
+        unnormalized=model.moe_router_unnormalized and model.moe_router_score_function != "softmax",
         group_scores=model.moe_router_group_scores,
         capacity=None if factor is None else Capacity(factor, model.moe_token_drop_policy),
         sparse_mixer=model.moe_router_sparsemixer_eps,
         latent=model.moe_latent_size,
     )
+
+
+_SHARED = ("", " --moe-shared-expert-gate", " --moe-shared-expert-average")
 
 
 def draw(random: Random) -> list[str]:
@@ -276,10 +296,9 @@ def draw(random: Random) -> list[str]:
             (0.7, f"--moe-router-load-balancing-type {balance} --moe-aux-loss-coeff{' 0.1' * len(balance.split())}"),
         ),
         *taken(random, (0.3, rate), (0.25, groups), (0.2, "--moe-router-topk-scaling-factor 2.5"), (0.15, dropped)),
+        *taken(random, (0.15, "--moe-router-unnormalized"), (0.1, f"{rate} --moe-router-bias-of logits")),
         *taken(random, (0.4, "--moe-z-loss-coeff 0.01"), (0.15, "--moe-latent-size 24"), (0.1, "--moe-grouped-gemm")),
         *taken(random, (0.1, "--moe-apply-probs-on-input"), (0.05, "--moe-router-sparsemixer-eps 1e-9")),
         *taken(random, (0.4, f"--moe-layer-freq {random.choice(('2', '[0,1,1,1]', '[0,1,0,1]'))}")),
-        *taken(
-            random, (0.4, f"--moe-shared-expert-intermediate-size 40{random.choice(('', ' --moe-shared-expert-gate'))}")
-        ),
+        *taken(random, (0.4, f"--moe-shared-expert-intermediate-size 40{random.choice(_SHARED)}")),
     ]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -104,8 +105,10 @@ class Router(TopKRouter):
             vars(self.bias)["sequence_parallel"] = config.sequence_parallel
         if self.local_tokens_per_expert is not None:
             self.local_tokens_per_expert = self.local_tokens_per_expert.long()  # exact, and not rounded with the model
+        self.unnormalized, self.bias_of_logits = described.unnormalized and self.topk > 1, described.bias_of_logits
+        self._logits_TE: torch.Tensor | None = None
         biased_softmax = self.enable_expert_bias and self.score_function == "softmax"
-        if biased_softmax or described.group_scores is not None:
+        if biased_softmax or self.bias_of_logits or described.group_scores is not None:
             # megatron-core asks a replay of earlier choices which experts to take: the one place where it asks.
             self.router_replay: Any = SimpleNamespace(get_replay_topk=partial(self._choose, described.group_scores))
         self.dp_group = pg_collection.dp
@@ -141,7 +144,11 @@ class Router(TopKRouter):
         """Return the experts' weights and which experts are chosen, both [tokens, experts], without choices beyond an
         expert's capacity. logits: of this rank's tokens, [..., experts]. In training the remaining choices are counted,
         once where activations are computed again."""
+        self._logits_TE = logits.detach().view(-1, logits.size(-1)) if self.bias_of_logits else None
         weights_TE, chosen_TE = super().routing(logits, padding_mask)
+        self._logits_TE = None
+        if self.unnormalized:
+            weights_TE = weights_TE * (self._scores(logits.view_as(weights_TE)) * chosen_TE).sum(-1, keepdim=True)
         counts = self.training and torch.is_grad_enabled()
         capacity = self.capacity
         if capacity is not None and self.training:
@@ -154,6 +161,12 @@ class Router(TopKRouter):
         if counts:
             self.load.add(logits, chosen_TE)
         return weights_TE, chosen_TE
+
+    def _scores(self, logits_TE: torch.Tensor) -> torch.Tensor:
+        """Return the scores of all experts, [T, E], which megatron-core has divided by the sum of the chosen ones."""
+        wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        scores_TE = wide_TE.sigmoid() if self.score_function == "sigmoid" else F.softplus(wide_TE).sqrt()
+        return scores_TE.type_as(logits_TE)
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """Return the weight of an auxiliary loss, by the flags. megatron-core derives it from the load-balancing type,
@@ -256,15 +269,17 @@ class Router(TopKRouter):
         compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of each token's experts and their indices, both [T, topk], where megatron-core has no such
-        choice: by softmax's scores with a bias, as ERNIE 4.5, or from groups that count another number of scores, as
-        DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434, section 2.2.2).
+        choice: by softmax's scores or by logits with a bias, as ERNIE 4.5 and Kolibri, or from groups that count
+        another number of scores, as DeepSeek-V2 (Liu et al. 2024, arXiv:2405.04434, section 2.2.2).
 
         Args:
             scores_TE: of T tokens here; logits where softmax comes after the choice.
             compute_topk: megatron-core's choice, with the same arguments.
         """
         judged_TE = scores_TE
-        if self.expert_bias is not None and self.score_function == "softmax":
+        if self._logits_TE is not None and self.expert_bias is not None:
+            judged_TE = self._logits_TE.float() + self.expert_bias
+        elif self.expert_bias is not None and self.score_function == "softmax":
             if not self.config.moe_router_pre_softmax:
                 judged_TE = judged_TE.softmax(dim=-1, dtype=torch.float32)
             judged_TE = judged_TE + self.expert_bias

@@ -10,7 +10,7 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.protocol import Exchange, Part, Place, Product, Share, State, taken
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "xielu"]
 
 XIELU_BETA = 0.5
 XIELU_BEGINNINGS = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.8 - XIELU_BETA))}
@@ -97,7 +97,7 @@ def mlp_of(model: ModelConfig, width: int) -> Mlp:
 
 
 _SWITCHES: dict[str, Activation] = {
-    **{"swiglu": "silu", "squared_relu": "squared_relu", "quick_geglu": "quick_gelu", "xielu": "xielu"}
+    **{"swiglu": "silu", "relu": "relu", "squared_relu": "squared_relu", "quick_geglu": "quick_gelu", "xielu": "xielu"}
 }
 
 
@@ -117,7 +117,7 @@ def draw(random: Random) -> list[str]:
         "--geglu --openai-gelu",
         "--quick-geglu --activation-func-clamp-value 2",
     )
-    others = ("--openai-gelu", "--xielu", "--squared-relu", "--quick-geglu --glu-linear-offset 1")
+    others = ("--openai-gelu", "--xielu", "--relu", "--squared-relu", "--quick-geglu --glu-linear-offset 1")
     return [
         *taken(random, (0.85, random.choice((*gated, *others)))),
         *taken(random, (0.4, "--ffn-hidden-size 96"), (0.15, "--add-mlp-bias"), (0.1, "--mlp-multipliers 0.9 0.6")),

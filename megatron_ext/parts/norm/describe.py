@@ -55,8 +55,9 @@ def draw(random: Random) -> list[str]:
         "LayerNorm",
         "LayerNorm --norm-parameters weight",
         "LayerNorm --norm-parameters none",
+        "RMSNorm --norm-parameters none",
     )
-    places = [f"--norm-position {random.choice(('after', 'both', 'after-attention'))}"]
+    places = [f"--norm-position {random.choice(('after', 'both', 'after-attention', 'after-experts'))}"]
     places += [f"--parallel-residual {random.choice(('one-norm', 'two-norms'))}"]
     return [
         f"--normalization {random.choice(kinds)}",

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_ext.config.derived.attention_flags import LATENT_FLAGS, STRETCH_FLAGS
 from megatron_ext.config.schema import Config, ModelConfig
@@ -130,6 +130,10 @@ class Family:
     qkv_blocks: int = 0
     """Number of blocks of the Hugging Face fused QKV, each of which has the queries, the values and the keys of its
     heads; 0: it has none."""
+
+    rotates: Literal["as-ours", "backwards", "halves"] = "as-ours"
+    """How its class rotates a head: as ours; backwards, which turns a head whose halves change places forwards; or, in
+    latent attention, pairs of a channel of each half, where ours rotates neighbours."""
 
     sections: Mapping[str, Sections] = field(default_factory=dict)
     """Modules of ours, besides the fused QKV, whose weight has sections that lie in several Hugging Face tensors, or in

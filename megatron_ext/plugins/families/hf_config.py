@@ -52,6 +52,7 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         "of config.json",
         but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
     )
+    problems += _said_outside(outer_config(folder) or {}, reading)
     problems += [f"{prefix}{problem}" for problem in reading.found()]
     problems = problems or list(_out_of_bounds(values, reading))
     if problems:
@@ -167,6 +168,34 @@ def _around(outer: Mapping[str, Any]) -> list[str]:
     return reading.problems
 
 
+def _said_outside(outer: Mapping[str, Any], reading: Reading) -> Iterator[str]:
+    """Yield the keys next to `text_config` that its text model has with another value, or has not: transformers reads
+    the inner one, or its default."""
+    understood, own = reading.understood, reading.content
+    for key, value in outer.items():
+        if key in understood and key not in _READ_AROUND and value is not None and own.get(key) != value:
+            yield (
+                f"{key} is {json.dumps(value)[:60]} next to text_config, where transformers does not read it, and "
+                f"{json.dumps(own.get(key))[:60]} inside; leave it out of a copy of config.json, or say the same inside"
+            )
+
+
+def unread_around(folder: str | Path) -> list[str]:
+    """Return the keys next to `text_config` that nothing is read of: they belong to other parts than the text model.
+    Configurations of these parts, and keys without bearing, are not among them.
+
+    Raises:
+        ConfigurationError: there is no readable `config.json`.
+    """
+    known = {*_READ_AROUND, *(key for keys in WITHOUT_BEARING.values() for key in keys)}
+    outer = outer_config(folder) or {}
+    return [key for key, value in outer.items() if key not in known and value is not None and not _is_part(key, value)]
+
+
+def _is_part(key: str, value: Any) -> bool:
+    return key.endswith("_config") and isinstance(value, dict)
+
+
 def model_types() -> list[str]:
     """Return every `model_type` that is read, of a whole model or of the text model inside of one."""
     return sorted({*FAMILIES, *(name for one in FAMILIES.values() for name in one.other_names)})
@@ -178,6 +207,8 @@ def _nearest(kind: str) -> str:
 
 
 _QUANTIZED = "quantization_config"
+_READ_AROUND = ("model_type", "text_config", "tie_word_embeddings", "is_encoder_decoder", _QUANTIZED)
+"""Keys next to `text_config` that are read."""
 
 
 def quantization(folder: str | Path) -> dict[str, Any] | None:

@@ -37,9 +37,10 @@ _SIZES = {
 }
 
 
-def latent_values(reading: Reading) -> dict[str, Any]:
-    """Return the values of our flags of a decoder with latents."""
-    values = decoder_values(reading, scalings=("yarn",))
+def latent_values(reading: Reading, scalings: tuple[str, ...] = ("yarn",)) -> dict[str, Any]:
+    """Return the values of our flags of a decoder with latents; `scalings`: what `rope_type` may be, besides
+    default."""
+    values = decoder_values(reading, scalings=scalings)
     values |= _epsilon(values["norm_epsilon"])
     values["rope_type"] = values.get("rope_type") or "rope"
     values |= {ours: reading.integer(theirs) for theirs, ours in _SIZES.items()}

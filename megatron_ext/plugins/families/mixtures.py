@@ -14,6 +14,7 @@ from megatron_ext.plugins.families.reading import Reading, refuse_others
 from megatron_ext.plugins.families.shared import (
     DECODER_NAMES,
     Keys,
+    expert_json,
     expert_names,
     expert_values,
     experts,
@@ -46,6 +47,9 @@ MIXTURE_NAMES = {**DECODER_NAMES, **mixture_names("mlp", gate="gate_proj", up="u
 BIASED_SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 """How experts are chosen without a loss: DeepSeek-V3, section 2.1.2 (Liu et al. 2024, arXiv:2412.19437)."""
 
+UNNORMALIZED = "moe_router_unnormalized"
+"""Flag of weights of experts that are not divided by their sum."""
+
 _KEYS = (
     *("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"),
     *("norm_topk_prob", "routed_scaling_factor"),
@@ -54,6 +58,7 @@ _FLAGS = (
     *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores", "moe_router_topk_scaling_factor"),
     "moe_shared_expert_intermediate_size",
+    UNNORMALIZED,
 )
 _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "topk_method", "scoring_func", "moe_layer_freq")
 
@@ -91,7 +96,11 @@ class Mixture:
             return {name: usual_values()[name] for name in (*_FLAGS, *self.flags)}
         refuse_others(reading, {key: 1 for key in ("n_group", "topk_group") if key in self.without})
         count, width = reading.integer("n_routed_experts"), reading.integer("moe_intermediate_size")
-        values = {**expert_values(reading, count, width, normalized=self.normalized), **self.flags}
+        sums = self.normalized and reading.boolean("norm_topk_prob", True)
+        values = {**expert_values(reading, count, width, normalized=sums), **self.flags}
+        values |= {"moe_router_pre_softmax": not self.normalized}
+        # The weight of one expert is never divided.
+        values[UNNORMALIZED] = self.normalized and not sums and values["moe_router_topk"] > 1
         groups, chosen = reading.integer("n_group", 1), reading.integer("topk_group", 1)
         if count % groups and reading.is_readable:
             reading.problems.append(f"n_group {groups} does not divide the {count} experts")
@@ -109,8 +118,9 @@ class Mixture:
             "moe_router_group_scores": self._scores(values["moe_router_topk"], chosen if groups > 1 else None),
             "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
         }
-        words = "only true is supported" if self.normalized else "which transformers does not read; leave it out"
-        reading.refuse_unless("norm_topk_prob", self.normalized, self.normalized, words)
+        if not self.normalized or "norm_topk_prob" in self.without:
+            words = "only true is supported" if self.normalized else "which transformers does not read; leave it out"
+            reading.refuse_unless("norm_topk_prob", self.normalized, self.normalized, words)
         mixtures = [number >= first for number in layer_numbers(reading)]
         return {**values, "moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
 
@@ -123,6 +133,7 @@ class Mixture:
             **consecutive_mixtures(model, to_the_end=True),
             "moe_router_group_scores": self._scores(model.moe_router_topk, model.moe_router_group_topk),
             "moe_router_pre_softmax": not self.normalized,
+            **({UNNORMALIZED: False} if not self.normalized or "norm_topk_prob" in self.without else {}),
         }
 
     def json(self, config: Config) -> dict[str, Any]:
@@ -138,7 +149,7 @@ class Mixture:
             "n_shared_experts": shared_experts(model),
             "moe_intermediate_size": model.expert_ffn_hidden_size,
             "num_experts_per_tok": model.moe_router_topk,
-            "norm_topk_prob": self.normalized,
+            "norm_topk_prob": self.normalized and not model.moe_router_unnormalized,
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
@@ -229,7 +240,7 @@ def _some_layers(reading: Reading) -> dict[str, Any]:
     step = reading.integer("decoder_sparse_step", 1)
     dense = reading.integers("mlp_only_layers", len(layer_numbers(reading)))
     mixtures = [(number + 1) % step == 0 and number not in dense for number in layer_numbers(reading)]
-    if not any(mixtures):
+    if not any(mixtures) and reading.is_readable:
         reading.problems.append(f"decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
     return {"moe_layer_freq": None if all(mixtures) else pattern(mixtures)}
 
@@ -237,6 +248,23 @@ def _some_layers(reading: Reading) -> dict[str, Any]:
 def _dense_layers(config: Config) -> dict[str, Any]:
     dense = [layer.number for layer in layers(config) if layer.experts is None]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def sigmoid_keys(count: str, width: str) -> Keys:
+    """Return the keys of experts in every layer that are chosen by a sigmoid, whose weights are divided by their sum or
+    not (`norm_topk_prob`)."""
+
+    def values(reading: Reading) -> dict[str, Any]:
+        sums = reading.boolean("norm_topk_prob", True)
+        found = expert_values(reading, reading.integer(count), reading.integer(width), normalized=sums)
+        return {**found, "moe_router_pre_softmax": False, UNNORMALIZED: not sums and found["moe_router_topk"] > 1}
+
+    def content(config: Config) -> dict[str, Any]:
+        model = config.model
+        sizes = {count: model.num_experts, width: model.expert_ffn_hidden_size}
+        return {**expert_json(config), **sizes, "norm_topk_prob": not model.moe_router_unnormalized}
+
+    return values, content
 
 
 AHEAD: Keys = (
@@ -248,6 +276,7 @@ AHEAD: Keys = (
 WHOLE_MIXTURE: Keys = experts("num_experts", "intermediate_size", "norm_topk_prob")
 """OLMoE's experts, which are in every layer."""
 
-SPARSE_MIXTURE: Keys = keys(
-    (_some_layers, _dense_layers), experts("num_experts", "moe_intermediate_size", "norm_topk_prob")
-)
+SPARSE_LAYERS: Keys = (_some_layers, _dense_layers)
+"""Qwen's keys of the layers that have experts."""
+
+SPARSE_MIXTURE: Keys = keys(SPARSE_LAYERS, experts("num_experts", "moe_intermediate_size", "norm_topk_prob"))

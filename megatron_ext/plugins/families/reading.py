@@ -60,6 +60,11 @@ class Reading:
         value = self.content.get(key, self.defaults.get(key, default))
         return default if value is None else value
 
+    @property
+    def understood(self) -> frozenset[str]:
+        """Keys that have been asked for, as files name them."""
+        return frozenset(self._understood)
+
     def understand(self, *keys: str) -> None:
         """Note keys that need not be read: they say nothing next to others, or are refused with them."""
         self._understood.update(self.renamed.get(key, key) for key in keys)
@@ -189,6 +194,7 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
         *(
             "initializer_range",
             "embedding_initializer_range",
+            "init_std",
             "linear_a_log_min",
             "linear_a_log_max",
             "linear_dt_min",
@@ -198,12 +204,15 @@ WITHOUT_BEARING: dict[str, tuple[str, ...]] = {
     ),
     "are about training (`training_numbers.py`), and change no logits": (
         "attention_dropout",
+        "attention_probs_dropout_prob",
         "attn_pdrop",
+        "dropout",
         "emb_pdrop",
         "embd_pdrop",
         "embed_dropout",
         "embedding_dropout",
         "hidden_dropout",
+        "hidden_dropout_prob",
         "resid_dropout",
         "resid_pdrop",
         "residual_dropout",

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -152,6 +152,8 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
         count = rows // len(tensors)
         first = (parameter.expert or 0) * count if stacked and not transposed else 0
         ranges = tuple(RowRange(tensor, first, index * count, count) for index, tensor in enumerate(tensors))
+    if family.rotates != "as-ours" and held is not None and held.has_attention:
+        ranges = tuple(_rotated(ranges, *_heads(parameter, module, held.attention, family.rotates)))
     shape = family.shapes.get(f"{module}.{kind}")
     return ParameterMapping(parameter, ranges, transposed=transposed, added=added, stacked=stacked, shape=shape)
 
@@ -192,6 +194,37 @@ def _in_blocks(tensors: list[str], attention: Attention, blocks: int) -> Iterato
         block, inside = divmod(head, heads)
         row = ((block * 3 + place) * heads + inside) * size
         yield RowRange(tensors[0], row, (head * 3 + part) * size, size)
+
+
+def _heads(parameter: Parameter, module: str, attention: Attention, rotates: str) -> tuple[list[int], list[int]]:
+    """Return the first of the rows of each head of queries and keys in a matrix of ours that are rotated, and for each
+    of these rows its place among them in the Hugging Face tensor."""
+    name, size = module.removeprefix("self_attention."), attention.rotary_size
+    half, starts = size // 2, []
+    order = [(row + half) % size for row in range(size)]
+    if rotates == "halves":
+        order = [row // 2 + row % 2 * half for row in range(size)]
+    if module == QKV:
+        heads = attention.query_heads // attention.groups + 1  # of a group, with its key
+        group = heads * attention.head_size + attention.value_head_size
+        starts = [first * group + head * size for first in range(attention.groups) for head in range(heads)]
+    elif name in ("linear_q_proj", "linear_q_up_proj"):
+        starts = [(head + 1) * attention.head_size - size for head in range(attention.query_heads)]
+    elif name == "linear_kv_down_proj":
+        starts = [parameter.shape[0] - size]
+    return starts, order
+
+
+def _rotated(ranges: Iterable[RowRange], starts: list[int], order: list[int]) -> Iterator[RowRange]:
+    """Yield the ranges of a parameter whose rows from each of `starts` on lie in another order."""
+    rows = [(one.tensor, one.tensor_start + row) for one in ranges for row in range(one.count)]
+    for start in starts:
+        rows[start : start + len(order)] = [rows[start + row] for row in order]
+    first = 0
+    for row in range(1, len(rows) + 1):
+        if row == len(rows) or rows[row] != (rows[row - 1][0], rows[row - 1][1] + 1):
+            yield RowRange(*rows[first], first, row - first)
+            first = row
 
 
 def _in_sections(tensors: list[str], parameter: Parameter, sections: Sections) -> Iterator[RowRange]:

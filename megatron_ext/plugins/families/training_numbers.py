@@ -9,8 +9,10 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.plugins.families.reading import Reading
 
 DROPOUTS = {
-    "attention_dropout": ("attention_dropout", "attn_pdrop"),
-    "hidden_dropout": ("resid_pdrop", "hidden_dropout", "residual_dropout", "resid_dropout"),
+    "attention_dropout": ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
+    "hidden_dropout": (
+        *("resid_pdrop", "hidden_dropout", "residual_dropout", "resid_dropout", "dropout", "hidden_dropout_prob"),
+    ),
 }
 """Flag -> names of its key in the families. A class that has none of them drops nothing."""
 

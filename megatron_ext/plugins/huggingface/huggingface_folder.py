@@ -19,7 +19,7 @@ from megatron_ext.checkpoint.safetensors import Entry, read_header
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError, TrainingError
 from megatron_ext.plugins.families.family import EXPERT_BIAS, Family
-from megatron_ext.plugins.families.hf_config import outer_config, quantization, read_hf_config
+from megatron_ext.plugins.families.hf_config import outer_config, quantization, read_hf_config, unread_around
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, copies, state_dict_mapping
 from megatron_ext.plugins.families.unread import OTHER_PARTS, listed, tied_head, unread
 from megatron_ext.plugins.huggingface.forms import dequantized, equal_thirds, experts_apart
@@ -82,6 +82,8 @@ class HFFolder:
         own = experts_apart(own if self.others else {**own, **others}, self.family)
         self.entries = vectors_as_rows(own, self.family)
         self.remarks = [*_unread_index(self.path)]
+        if around := unread_around(self.path):
+            self.remarks.append(f"{self.path}: keys next to text_config that are not read: {listed(around)}")
         if unquantized:
             self.remarks.append(f"{self.path}: {unquantized} quantized tensors are read as bf16")
         """Sentences on contents of the folder that are not read; `check` adds one that counts and names the tensors

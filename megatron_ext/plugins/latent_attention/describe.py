@@ -315,10 +315,9 @@ class LatentAttention(Attention):
                 f"--qk-pos-emb-head-dim {self.position_size + 1}"
             )
 
-        if model.rope_type in ("longrope", "dynamic"):
+        if model.rope_type == "dynamic":
             yield (
-                f"--rope-type {model.rope_type} needs heads of attention, and not --multi-latent-attention; use "
-                "--rope-type yarn"
+                "--rope-type dynamic needs heads of attention, and not --multi-latent-attention; use --rope-type yarn"
             )
         if model.experimental_attention_variant == VARIANT:
             yield from self._cannot_choose(config)
@@ -393,7 +392,9 @@ def latent_attention_of(model: ModelConfig, norm: Norm, number: int) -> LatentAt
     flags, scaling = flags_of(model, LatentAttentionFlags), scaling_of(model)
     if scaling is not None and scaling.kind == "yarn":
         scaling = replace(scaling, of_scores=yarn_length(model.mscale_all_dim, scaling.factors[0]) ** 2)
-    rotary = Rotary(model.rotary_base, 1.0, scaling, interleaved=True)
+    original = model.original_max_position_embeddings
+    by_length = model.rope_type == "longrope" and (model.seq_length or 1) <= original
+    rotary = Rotary(model.rotary_base, 1.0, scaling, interleaved=True, longest=original if by_length else None)
     return LatentAttention(
         kind="latent",
         query_heads=model.num_attention_heads,

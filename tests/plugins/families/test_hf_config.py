@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plugins.families.hf_config import read_hf_config
+from megatron_ext.plugins.families.hf_config import read_hf_config, unread_around
 from megatron_ext.plugins.families.reading import WITHOUT_BEARING
 from megatron_ext.plugins.families.registry import FAMILIES
 from tests.support.family_configs import SCALING, WRITTEN
@@ -21,6 +21,8 @@ quiet_transformers()
 
 _CHOSEN = {
     "qwen2": "Qwen2 with windows",
+    "flint": "Flint with biases",
+    "cohere_compass_text": "Cohere Compass with two bases",
     "deepseek_v3": "DeepSeek-V3",
     "deepseek_v2": "DeepSeek-V2",
     "falcon": "Falcon 11B",
@@ -41,7 +43,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 _LEFT_OUT = {
     **{"gemma3_text": "layer_types", "ministral": "layer_types", "smollm3": "no_rope_layers", "gpt2": "n_inner"},
-    **{"glm_moe_dsa": "mlp_layer_types", "mellum": "layer_types"},
+    **{
+        "glm_moe_dsa": "mlp_layer_types",
+        **dict.fromkeys(("mellum", "kolibri1", "cohere_compass_text", "cohere2_moe"), "layer_types"),
+    },
 }
 """Keys of these models that hide another one, or whose list another number of layers would contradict."""
 
@@ -91,6 +96,9 @@ _OF_OTHER_SETTINGS = {
     "bamba": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "gpt_bigcode": {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"},
     "gpt_neo": {"classifier_dropout"},
+    "biogpt": {"layer_norm_eps"},
+    "cohere2_moe": {"prefix_dense_sliding_window_pattern"},
+    "cohere_compass_text": {"pooling", "sliding_window"},
     "hy_v3": {"enable_moe_fp32_combine"},
     "mellum": {"mtp_layer_types", "mtp_mlp_layer_types", "sliding_window"},
     "codegen": {"n_ctx"},
@@ -355,10 +363,21 @@ def test_the_text_model_of_llama_4_is_read_from_inside(tmp_path: Path) -> None:
     assert found == _read(tmp_path, text)
 
 
+def test_keys_next_to_a_text_model_contradict_none_of_its_own_and_are_named(tmp_path: Path) -> None:
+    """transformers makes the text model of `text_config` alone: rope_theta next to it is not read."""
+    inner = {**BASES["llama4_text"], "model_type": "llama4_text"}
+    outer = {"model_type": "llama4", "image_token_index": 5, "vision_config": {"a": 1}, "bos_token_id": 1}
+    same = {"vocab_size": inner["vocab_size"]} if "vocab_size" in inner else {}
+    _read(tmp_path, {**outer, **same, "text_config": inner})
+    assert unread_around(tmp_path) == ["image_token_index", *same]
+    [problem] = _read(tmp_path, {**outer, "rope_theta": 7.5, "text_config": inner})
+    assert "rope_theta is 7.5 next to text_config, where transformers does not read it" in problem
+
+
 @pytest.mark.parametrize(
     ("family", "change", "problem"),
     [
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is false, only true is supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is true, which transformers does not read; leave it"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is noaux_tc; supported are"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list has other layers than 1"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8, only 0 is supported"),

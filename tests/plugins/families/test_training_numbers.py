@@ -20,8 +20,8 @@ from tests.support.hf_shapes import MODELS
 
 quiet_transformers()
 
-_ATTENTION = ("attention_dropout", "attn_pdrop")
-_BRANCHES = ("resid_pdrop", "hidden_dropout", "residual_dropout")
+_ATTENTION = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_BRANCHES = ("resid_pdrop", "hidden_dropout", "residual_dropout", "dropout", "hidden_dropout_prob")
 _EXPERTS = ["Mixtral", "OLMoE", "Qwen3-MoE", "Granite with experts", "GPT-OSS", "Qwen3-Next", "ERNIE 4.5 with experts"]
 
 
