@@ -27,6 +27,7 @@ _SUFFIXES = {"_document", "_text_document", "_model_parallel_size", "_data_path"
 _SUFFIXES |= {"_extra_state"}  # of torch's state dicts, as documented
 _SUFFIXES |= {"_data_files", "_indices_data_files", "_indices_files"}
 _KEYS_OF_FILES = {
+    "megatron_ext/plugins/families/opt.py": "a key of config.json that begins with _",
     "megatron_ext/plugins/families/reading.py": "keys of config.json, some of which begin with _",
     "megatron_ext/plugins/migrate/megatron_bridge.py": "keys of run_config.yaml, which names objects by _target_",
     "megatron_ext/plugins/migrate/olmo_core.py": "the key of config.json by which OLMo-core names a class",

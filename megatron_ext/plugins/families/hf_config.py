@@ -169,8 +169,8 @@ def _around(outer: Mapping[str, Any]) -> list[str]:
 
 
 def _said_outside(outer: Mapping[str, Any], reading: Reading) -> Iterator[str]:
-    """Yield the keys next to `text_config` that its text model has with another value, or has not: transformers reads
-    the inner one, or its default."""
+    """Yield the keys next to `text_config` that its text model has with another value, or does not have: transformers
+    reads the inner one, or its default."""
     understood, own = reading.understood, reading.content
     for key, value in outer.items():
         if key in understood and key not in _READ_AROUND and value is not None and own.get(key) != value:
