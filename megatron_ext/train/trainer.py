@@ -115,7 +115,7 @@ class Trainer:
 
     def report_save_failure(self, failure: SaveFailure) -> None:
         """Hand a save that failed to the callbacks, where the run goes on without it."""
-        self._tell("on_save_failure", failure)
+        self._call_callbacks("on_save_failure", failure)
 
     def step(self) -> StepResult:
         """Take one optimizer step, counted in the state."""
