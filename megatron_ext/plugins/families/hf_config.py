@@ -52,7 +52,7 @@ def read_hf_config(folder: str | Path) -> tuple[Family, dict[str, Any]]:
         "of config.json",
         but=frozenset(key for keys in WITHOUT_BEARING.values() for key in keys),
     )
-    problems += _said_outside(outer_config(folder) or {}, reading)
+    problems += _outer_conflicts(outer_config(folder) or {}, reading)
     problems += [f"{prefix}{problem}" for problem in reading.found()]
     problems = problems or list(_out_of_bounds(values, reading))
     if problems:
@@ -168,7 +168,7 @@ def _around(outer: Mapping[str, Any]) -> list[str]:
     return reading.problems
 
 
-def _said_outside(outer: Mapping[str, Any], reading: Reading) -> Iterator[str]:
+def _outer_conflicts(outer: Mapping[str, Any], reading: Reading) -> Iterator[str]:
     """Yield the keys next to `text_config` that its text model has with another value, or does not have: transformers
     reads the inner one, or its default."""
     understood, own = reading.understood, reading.content

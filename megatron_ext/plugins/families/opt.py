@@ -13,7 +13,8 @@ OFFSET = 2
 _KEYS = (*shared.PLAIN_KEYS, "layer_norm_eps")
 _BIASES, _AFFINE, _ACTIVATION = "enable_bias", "layer_norm_elementwise_affine", "activation_function"
 _ACTIVATIONS = {"relu": (True, False), "gelu": (False, False), "gelu_new": (False, True)}  # --relu, --openai-gelu
-_USUAL = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layerdrop": 0.0, "activation_dropout": 0.0}
+_REMOVES = "remove_final_layer_norm"
+_USUAL = {"do_layer_norm_before": True, f"_{_REMOVES}": False, "layerdrop": 0.0, "activation_dropout": 0.0}
 
 
 def unnormalized(values: dict[str, Any]) -> dict[str, Any]:
