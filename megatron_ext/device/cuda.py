@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
-from megatron_ext.device import nccl_choice
+from megatron_ext.device import nccl_choice, symmetric_memory
 from megatron_ext.device.device_protocol import DeviceMemory
 
 _MOST_ALLOCATIONS = 100_000  # as Megatron-LM keeps
@@ -76,6 +77,9 @@ class CudaDevice:
         if blocks and major != 9:
             return f"scales for blocks need compute capability 9.0 (Hopper), and {here}"
         return None
+
+    def lacks_for_overlap(self, group: ProcessGroup) -> str | None:
+        return symmetric_memory.obstacle(group, self.torch_device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

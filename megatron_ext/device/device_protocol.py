@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Device(Protocol):
 
     def lacks_for_fp8(self, *, blocks: bool) -> str | None:
         """Return why FP8 products, with a scale for each block or others, cannot run here; None if they can."""
+        ...
+
+    def lacks_for_overlap(self, group: ProcessGroup) -> str | None:
+        """Return why the devices of this group cannot read each other's memory, which products that overlap with
+        communication need; None if they can. The same on all ranks of the group. Collective."""
         ...
 
     def synchronize(self) -> None:
