@@ -43,6 +43,9 @@ DELTA = (
     "--linear-attention-freq 2"
 )
 HYBRID = f"{BASE} --disable-bias-linear --hybrid-layer-pattern M-M*M-M* --mamba-num-groups 2"
+SCANS = (
+    f"{BASE} --disable-bias-linear --hybrid-layer-pattern S-S*S-S* --scan-norm with-weights --scan-norm-epsilon 1e-3"
+)
 SPARSE = f"{BASE} --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-router-sparsemixer-eps 0.1"
 MUP = f"{BASE} --use-mup --mup-base-hidden-size 16 --mup-base-head-dim 4 --mup-base-num-layers 2"
 FREE_IN_THE_MODEL = {
@@ -90,6 +93,7 @@ def config_with(name: str) -> Config:
     flags |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"), DELTA)
     flags |= dict.fromkeys((name for name in shapes_and_function() if name.startswith("dsa_indexer")), INDEXED)
     flags |= dict.fromkeys(("hybrid_layer_pattern", "mamba_num_heads"), HYBRID)
+    flags |= dict.fromkeys((name for name in shapes_and_function() if name.startswith("scan_")), SCANS)
     flags |= {"mamba_multipliers": f"{HYBRID} --mamba-multipliers 1 1 2 1 1"}
     flags["full_attn_idxs"] = f"{BASE} --full-attn-idxs 1"
     flags |= {"mixer_multipliers": f"{HYBRID.replace('M-M*', 'B-B-')} --mixer-multipliers 1 2"}
