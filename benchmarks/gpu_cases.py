@@ -131,6 +131,8 @@ RANKS = (
 """Names of layouts of several ranks that are held against one rank (`plugins/prove/cases.py`), the most telling of
 those with as many ranks first. Each communicates in another way."""
 RANKS_LIMIT = 60.0
+OVERLAPPED = "TP2 SP, untied"
+"""The layout that is held against one rank with --tp-comm-overlap, too."""
 BACKENDS = {"cuda": ("nccl-legacy", "nccl2"), "cpu": ("gloo",)}
 """Implementations of collectives under which they train, the default first."""
 
@@ -181,8 +183,8 @@ def _smoke(device: str) -> list[Case]:
 def _operators(device: str) -> list[Case]:
     names = ["weight gradient", "loss", "padded vocabulary"]
     if device == "cuda":  # no Triton kernel runs on a CPU
-        names += ["norms", "heads", "SwiGLU", "cross-entropy", "ceilings"]
-    in_triton = ("norms", "heads", "SwiGLU", "cross-entropy")
+        names += ["norms", "heads", "SwiGLU", "cross-entropy", "updates", "ceilings"]
+    in_triton = ("norms", "heads", "SwiGLU", "cross-entropy", "updates")
     return [
         _helper(
             "gpu_operations.py", name, "operators", device, name, alone=True,
@@ -208,12 +210,26 @@ def _ranks(device: str) -> list[Case]:
     for backend in BACKENDS[device]:
         for one in sorted(chosen, key=lambda one: one.world_size):
             found.append(_of_ranks(f"{one.name}, {backend}", device, backend, one.name, one.world_size))
-    return found
+    return [*found, *_overlapped(device)]
 
 
-def _of_ranks(name: str, device: str, backend: str, what: str, devices: int) -> Case:
+def _overlapped(device: str) -> list[Case]:
+    """Return the cases of --tp-comm-overlap: right, and how fast; on a CPU, which has no symmetric memory, none."""
+    if device == "cpu":
+        return []
+    flag, name = "--tp-comm-overlap", f"{OVERLAPPED}, products overlap"
+    trained = f"{LLAMA_1B}--tensor-model-parallel-size 2 --sequence-parallel |{flag}"
+    return [
+        _of_ranks(name, device, BACKENDS[device][0], OVERLAPPED, 2, flag),
+        _of_ranks("Llama-shaped 1.3B, TP2 SP: products overlap", device, "switch", trained, 2, limit=2 * LIMIT),
+    ]
+
+
+def _of_ranks(
+    name: str, device: str, backend: str, what: str, devices: int, *flags: str, limit: float = RANKS_LIMIT
+) -> Case:
     needs = OF_A_RUN + (("einops",) if "ZeRO-3" in what else ())
-    case = _helper("gpu_ranks.py", name, "ranks", device, backend, what, alone=True, limit=RANKS_LIMIT, needs=needs)
+    case = _helper("gpu_ranks.py", name, "ranks", device, backend, what, *flags, alone=True, limit=limit, needs=needs)
     return replace(case, devices=devices)
 
 

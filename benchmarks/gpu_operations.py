@@ -29,6 +29,8 @@ GATES = {"cuda": ((8192, 2048), (8192, 5504), (8192, 14336)), "cpu": ((3, 40),)}
 """Tokens and channels."""
 LOGITS = {"cuda": ((8192, 32_000), (8192, 50_304), (4096, 128_256)), "cpu": ((5, 70),)}
 """Tokens and entries of the vocabulary."""
+WEIGHTS = {"cuda": (24, 8, (2048, 2048)), "cpu": (2, 2, (7, 5))}
+"""Matrices, vectors next to them, and the shape of a matrix."""
 
 
 def main(device: str, name: str) -> None:
@@ -43,6 +45,7 @@ def main(device: str, name: str) -> None:
         "heads": heads,
         "SwiGLU": activation,
         "cross-entropy": losses_of_tokens,
+        "updates": updates,
         "ceilings": ceilings,
     }
     figures = operations[name](device)
@@ -205,6 +208,50 @@ def losses_of_tokens(device: str) -> dict[str, float]:
         logits = torch.randn(tokens, entries, device=device, dtype=torch.bfloat16).requires_grad_()
         grads = [torch.randn(tokens, device=device)]
         found |= _beside(f"cross-entropy of {entries}", ours, plain, [logits], grads, device)
+    return found
+
+
+def updates(device: str) -> dict[str, float]:
+    """Return times of what our kernels over many tensors do and of torch's operations, and where their bits differ.
+
+    Factor 1 and share 0 touch nothing: these times are a launch's, and a copy of the addresses."""
+    from megatron_ext.device.many_tensors import copy_
+    from megatron_ext.device.triton import many_tensors
+
+    matrices, vectors, shape = WEIGHTS[device]
+    tensors = [torch.randn(shape, device=device) for _ in range(matrices)]
+    tensors += [torch.randn(shape[1], device=device) for _ in range(vectors)]
+    ends = [torch.randn_like(one) for one in tensors]
+
+    def lerp_each(share: torch.Tensor) -> None:
+        for one, end in zip(tensors, ends, strict=True):
+            one.lerp_(end, share)
+
+    operations: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any], tuple[float, ...]]] = {
+        "scale": (
+            lambda factor: many_tensors.scale_(tensors, factor),
+            lambda factor: torch._foreach_mul_(tensors, factor),  # pyright: ignore[reportPrivateImportUsage]
+            (0.7, 1.0),
+        ),
+        "average": (lambda share: many_tensors.lerp_(tensors, ends, share), lerp_each, (1e-3, 0.0)),
+    }
+    found: dict[str, float] = {}
+    for name, (ours, plain, numbers) in operations.items():
+        for number in numbers:
+            on_device = torch.tensor(number, device=device)
+            before = [one.clone() for one in tensors]
+            plain(on_device)
+            expected = [one.clone() for one in tensors]
+            copy_(tensors, before)
+            ours(on_device)
+            pairs = zip(tensors, expected, strict=True)
+            apart = max(_error(got, known) for got, known in pairs)
+            others = sum(int((got != known).sum()) for got, known in zip(tensors, expected, strict=True))
+            found |= {f"error, {name} by {number:g}": apart, f"other bits, {name} by {number:g}": float(others)}
+            found[f"ms, {name} by {number:g}"] = _milliseconds(lambda ours=ours, on=on_device: ours(on), device)
+            found[f"ms, plain, {name} by {number:g}"] = _milliseconds(
+                lambda plain=plain, on=on_device: plain(on), device
+            )
     return found
 
 

@@ -18,6 +18,10 @@ from megatron_ext.durable import FULL
 _EACH_TERMINAL, _EACH_FILE = 1.0, 30.0
 """Seconds between two signs of progress, in a terminal and elsewhere."""
 
+BOLD, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
+_MARKED = {"warning:": YELLOW, "error:": RED}
+_BAR = 24
+
 # Spaces of other scripts than ours, and what joins or parts letters and emoji: they do nothing but to be read.
 _READ = "\n\t\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\u200c\u200d"
 
@@ -44,6 +48,41 @@ def say(text: str = "", *, end: str = "\n", colours: Sequence[str] = ()) -> None
     _write(sys.stdout, "".join(part if part in colours else printable(part) for part in parts), end)
 
 
+def in_colour(stream: TextIO | None = None) -> bool:
+    """Return whether a stream, by default the standard output, shows colours: it is a terminal that can, and NO_COLOR
+    (https://no-color.org) is not set."""
+    asked = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return asked and (stream or sys.stdout).isatty()
+
+
+def columns() -> int:
+    """Return the columns of the terminal, or of $COLUMNS; 100 where there is neither."""
+    return _size()[0]
+
+
+def lines() -> int:
+    """Return the lines of the terminal, or $LINES; 24 where there is neither."""
+    return _size()[1]
+
+
+def _size() -> tuple[int, int]:
+    from shutil import get_terminal_size  # --help does not wait for it
+
+    return get_terminal_size((100, 24))
+
+
+def heading(text: str) -> None:
+    """Print a line on the standard output, in bold where it shows colours."""
+    bold = in_colour()
+    say(f"{BOLD}{printable(text)}{PLAIN}" if bold else text, colours=(BOLD, PLAIN) if bold else ())
+
+
+def bar(share: float) -> str:
+    """Return a bar of which this share, from 0 to 1, is filled."""
+    filled = round(_BAR * min(1.0, max(0.0, share)))
+    return f"[{'#' * filled}{'-' * (_BAR - filled)}]"
+
+
 def status(text: str) -> None:
     """Show a text in the last line of a terminal until the next text takes its place; elsewhere nothing is written."""
     if sys.stdout.isatty():
@@ -53,8 +92,9 @@ def status(text: str) -> None:
 
 
 def tracked[Item](what: str, items: Sequence[Item]) -> Iterator[Item]:
-    """Yield the items of long work, and show how many are done and the time that remains by the pace so far: in the
-    last line of a terminal, elsewhere as lines on the standard error output, where it takes longer than half a minute.
+    """Yield the items of long work, and show how many are done and the time that remains by the pace so far: with a bar
+    in the last line of a terminal, elsewhere as lines on the standard error output, where it takes longer than half a
+    minute.
 
     Args:
         what: the work on them ("writing weights").
@@ -65,7 +105,11 @@ def tracked[Item](what: str, items: Sequence[Item]) -> Iterator[Item]:
         now = time.monotonic()
         if done and now - shown >= (_EACH_TERMINAL if terminal else _EACH_FILE):
             left = (now - begun) / done * (len(items) - done)
-            (status if terminal else note)(f"{what}: {done:,} of {len(items):,}, {remaining(left)} left")
+            told = f"{done:,} of {len(items):,}, {remaining(left)} left"
+            if terminal:
+                status(f"{what} {bar(done / len(items))} {told}")
+            else:
+                note(f"{what}: {told}")
             shown = now
         yield item
     status("")
@@ -87,8 +131,12 @@ class _Status:
 
 
 def note(text: str) -> None:
-    """Print a line on the standard error output, in one piece, so that lines of several processes do not mix."""
-    _write(sys.stderr, f"{printable(text)}\n")
+    """Print a line on the standard error output, in one piece, so that lines of several processes do not mix. The word
+    `warning:` or `error:` that it begins with is in colour where a terminal shows colours."""
+    first, space, rest = printable(text).partition(" ")
+    if first in _MARKED and in_colour(sys.stderr):
+        first = f"{_MARKED[first]}{first}{PLAIN}"
+    _write(sys.stderr, f"{first}{space}{rest}\n")
 
 
 def warn(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Compare the metrics files of two runs, float for float. It is `megatron-ext compare`: see --help."""
+"""Compare runs: settings, losses, speed, curves; or float for float. It is `megatron-ext compare`: see --help."""
 
 from command import start
 

@@ -43,12 +43,18 @@ make_environment() {
 }
 
 install_requirements() {
-    # Installing takes a minute and 5 GB the first time; a stamp spares asking pip again.
+    # Installing takes minutes and 5 GB the first time, which pip reports; a stamp spares asking pip again.
     local stamp
     stamp="$VIRTUAL_ENV/.installed-$(basename "$requirements")-$( (pwd && cat requirements*.txt pyproject.toml) | cksum | cut -d' ' -f1)"
     if [ -e "$stamp" ]; then return; fi
     echo "== installing $requirements (about 5 GB the first time), and megatron-ext"
-    python -m pip install --quiet --disable-pip-version-check -r "$requirements" 2> >(grep -v '^WARNING: Location' >&2)
+    local pip=(python -m pip install --disable-pip-version-check -r "$requirements")
+    if [ -t 1 ]; then  # with pip's bar for each download, which needs the terminal itself
+        "${pip[@]}" 2> >(grep -v '^WARNING: Location' >&2)
+    else
+        "${pip[@]}" --progress-bar off 2> >(grep -v '^WARNING: Location' >&2) \
+            > >(sed -un -E 's/^ *(Downloading|Processing|Building wheel for|Installing) (.*)/   \1 \2/p' | cut -c1-160)
+    fi
     # The command megatron-ext, of the sources as they are here. All that building it needs is installed by now.
     python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
     touch "$stamp"

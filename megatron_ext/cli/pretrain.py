@@ -7,6 +7,7 @@ What only a run needs is imported by the functions that need it: `--help` waits 
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +15,7 @@ from megatron_ext import environment
 from megatron_ext.config.parse.arguments import read
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.own_code import hand_over
-from megatron_ext.terminal import say, survive_lost_output, warn
+from megatron_ext.terminal import lines, say, survive_lost_output, warn
 
 if TYPE_CHECKING:
     from megatron_ext.config.parse.arguments import Typed
@@ -82,7 +83,9 @@ def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, An
     memory, fits = verdict(config, device_memory_gb=typed.device_memory_gb, device_name=typed.device_name)
     if environment.rank() == 0:  # every rank of a launcher comes here
         alone = [] if "world_size" in typed.values or "WORLD_SIZE" in os.environ else [_ALONE]
-        say("\n\n".join([describe(config), *([scaled] if scaled else []), "\n".join(memory), *alone]))
+        below = [*([scaled] if scaled else []), "\n".join(memory), *alone]
+        room = lines() - 2 * len(below) - len(memory) if sys.stdout.isatty() else None  # with a line for the prompt
+        say("\n\n".join([describe(config, room), *below]))
     return 0 if fits else 1
 
 

@@ -40,10 +40,33 @@ from megatron_ext.registry import brought
 _MOST_RANKS_LISTED = 64
 
 
-def describe(config: Config) -> str:
-    """Return the report on a validated configuration."""
-    sections = [_formula(config), _model(config), _stages(config), _batch(config), _run(config), _ranks(config)]
-    return "\n\n".join("\n".join(lines) for lines in sections)
+def describe(config: Config, most_lines: int | None = None) -> str:
+    """Return the report on a validated configuration.
+
+    Args:
+        most_lines: lines of the screen that it has to fit, if any: where it does not, its sections are not set apart,
+            and the tables of ranks and of stages have their first rows and their last.
+    """
+    stages, ranks = _stages(config), _ranks(config)
+    others = [_formula(config), _model(config), _batch(config), _run(config)]
+    rest = sum(map(len, others))
+    apart = most_lines is None or rest + len(stages) + len(ranks) + len(others) + 1 <= most_lines
+    if most_lines is not None and not apart:
+        ranks = _shortened(ranks, most_lines - rest - len(stages))
+        stages = _shortened(stages, most_lines - rest - len(ranks))
+    formula, model, batch, run = others
+    sections = [formula, model, stages, batch, run, ranks]
+    return ("\n\n" if apart else "\n").join("\n".join(lines) for lines in sections)
+
+
+def _shortened(table: list[str], most: int) -> list[str]:
+    """Return the header and the first rows of a table, and the last, so that it has at most so many lines, but three
+    in any case."""
+    most = max(3, most)
+    if len(table) <= most:
+        return table
+    kept = [*table[: most - 2], table[-1]]
+    return [*kept[:-1], f"  ...  {len(table) - len(kept)} rows more, which `| less` shows", kept[-1]]
 
 
 def _formula(config: Config) -> list[str]:

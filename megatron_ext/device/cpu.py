@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import psutil
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_ext.device.device_protocol import DeviceMemory
 
@@ -104,6 +105,10 @@ class CpuDevice:
 
     def compute_capability(self) -> None:
         """Return None."""
+
+    def lacks_for_overlap(self, group: ProcessGroup) -> str | None:
+        """Lack what GPUs read of each other: products wait for what gloo sends."""
+        return "CPU processes have no symmetric memory"
 
     def synchronize(self) -> None:
         """Do nothing: CPU work is done when the call returns."""

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
-from megatron_ext.device import nccl_choice
+from megatron_ext.device import nccl_choice, symmetric_memory
 from megatron_ext.device.device_protocol import DeviceMemory
 
 _MOST_ALLOCATIONS = 100_000  # as Megatron-LM keeps
@@ -70,6 +71,9 @@ class CudaDevice:
 
     def compute_capability(self) -> tuple[int, int]:
         return torch.cuda.get_device_capability(self.torch_device)
+
+    def lacks_for_overlap(self, group: ProcessGroup) -> str | None:
+        return symmetric_memory.obstacle(group, self.torch_device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

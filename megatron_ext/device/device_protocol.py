@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Device(Protocol):
 
     def compute_capability(self) -> tuple[int, int] | None:
         """Return a GPU's compute capability, major and minor; None on a CPU."""
+        ...
+
+    def lacks_for_overlap(self, group: ProcessGroup) -> str | None:
+        """Return why the devices of this group cannot read each other's memory, which products that overlap with
+        communication need; None if they can. The same on all ranks of the group. Collective."""
         ...
 
     def synchronize(self) -> None:

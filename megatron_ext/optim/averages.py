@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.config.derived.optimizer_traits import AVERAGE
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.device.many_tensors import lerp_
 from megatron_ext.optim.torch_optimizer import begin_state
 
 
@@ -33,6 +34,5 @@ def _begin(settings: OptimizerConfig, optimizer: torch.optim.Optimizer, *_: Any)
 def _follow(decay: float, optimizer: torch.optim.Optimizer, *_: Any) -> None:
     masked: torch.Tensor | None = getattr(optimizer, "found_inf", None)
     share = 1.0 - decay if masked is None else (1.0 - decay) * (masked <= 0)
-    for group in optimizer.param_groups:
-        for main in group["params"]:
-            optimizer.state[main][AVERAGE].lerp_(main, share)
+    mains = [main for group in optimizer.param_groups for main in group["params"]]
+    lerp_([optimizer.state[main][AVERAGE] for main in mains], mains, share)

@@ -16,6 +16,8 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
+from megatron_ext.device import many_tensors
+
 
 def replace_loops() -> None:
     """Have megatron-core copy and, unless it has a kernel of a package, take norms with the functions below."""
@@ -24,14 +26,11 @@ def replace_loops() -> None:
         clip_grads.l2_norm_impl = l2_norm
 
 
-def copy_each(
-    this: Sequence[torch.Tensor], that: Sequence[torch.Tensor], overflow_buf: torch.Tensor | None = None
-) -> None:
+def copy_each(this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: torch.Tensor | None = None) -> None:
     """Copy each tensor of `this` into its counterpart of `that`, of whatever type, and say that nothing overflowed."""
     if overflow_buf is not None:
         overflow_buf.zero_()
-    if this:
-        torch._foreach_copy_(that, this)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+    many_tensors.copy_(that, this)
 
 
 def l2_norm(
@@ -107,8 +106,7 @@ def clipping_share(most: float, norm: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def scale_gradients(optimizer: ChainedOptimizer, share: torch.Tensor) -> None:
-    """Multiply the gradients of the update in place by an fp32 scalar, on the device or in host memory."""
+    """Multiply the gradients of the update in place by an fp32 scalar, on the device or in host memory; our own kernel
+    neither reads nor writes them where it is 1."""
     for part in optimizer.chained_optimizers:
-        gradients = [main.grad for main in part.get_parameters() if main.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, share.to(gradients[0].device))  # pyright: ignore[reportPrivateImportUsage]
+        many_tensors.scale_([main.grad for main in part.get_parameters() if main.grad is not None], share)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_ext.config.derived.optimizers import run_by, traits_of
+from megatron_ext.config.derived.overlapped_products import conflicts
 from megatron_ext.config.resolve import Facts, positive, runs_on_cpu
 from megatron_ext.config.schema import Config
 from megatron_ext.registry import brought
@@ -67,6 +68,12 @@ def kept_gathers_are_those_of_plain_layers(config: Config, facts: Facts) -> Iter
     }
     for flag in (flag for flag, is_on in others.items() if is_on):
         yield f"--sequence-parallel-keep-gathered does not work with {flag}; leave one of them out"
+
+
+def overlapped_products_are_those_of_plain_layers(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse --tp-comm-overlap with flags of ours whose products are others."""
+    for flag in conflicts(config) if config.layout.tp_comm_overlap else ():
+        yield f"--tp-comm-overlap does not work with {flag}, which has products of its own; leave one of them out"
 
 
 def parameter_gathering_needs_the_distributed_optimizer(config: Config, facts: Facts) -> Iterator[str]:
@@ -201,6 +208,7 @@ RULES = all_read_the_layout(
         world_is_a_multiple_of_the_model,
         sequence_divides_by_tensor_size,
         kept_gathers_are_those_of_plain_layers,
+        overlapped_products_are_those_of_plain_layers,
         parameter_gathering_needs_the_distributed_optimizer,
         distributed_optimizer_shards_the_state,
         device_is_there,

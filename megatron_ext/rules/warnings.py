@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_ext.config.derived import attention_flags as attention_kernels
-from megatron_ext.config.derived import newton_schulz
+from megatron_ext.config.derived import newton_schulz, overlapped_products
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION, graphs_warning, makes_graphs
 from megatron_ext.config.derived.optimizers import traits_of
 from megatron_ext.config.parse.options import flag_of, options, options_by_name
@@ -99,6 +99,12 @@ def unread_on_cpu(given: Given, config: Config, _facts: Facts) -> Iterator[str]:
                 yield f"{option.flag} changes nothing here: with --device cpu {option.unread_on_cpu}"
 
 
+def products_do_not_overlap(_given: Given, config: Config, _facts: Facts) -> Iterator[str]:
+    """Warn that products of tensor-parallel layers wait for what they send."""
+    if config.layout.tp_comm_overlap and (reason := overlapped_products.in_the_way(config)) is not None:
+        yield f"--tp-comm-overlap changes nothing here: {reason}"
+
+
 def experts_are_not_grouped(_given: Given, config: Config, _facts: Facts) -> Iterator[str]:
     """Warn that no products of experts are grouped (`parts/experts/compute.py`)."""
     if not config.model.moe_grouped_gemm:
@@ -168,6 +174,7 @@ WARNINGS: tuple[Warning, ...] = (
     muon_settings,
     random_experts,
     unread_on_cpu,
+    products_do_not_overlap,
     experts_are_not_grouped,
     no_kernel_to_choose,
     *brought("warnings"),

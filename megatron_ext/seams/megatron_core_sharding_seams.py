@@ -205,9 +205,15 @@ OPTIMIZERS = (
     ),
     Seam(
         f"{_DISTRIBUTED}._copy_model_grads_to_main_grads",
-        "overridden: gradients are this rank's rows",
+        "overridden: gradients are this rank's rows; replaced on the instance for flat ranges, to copy all at once",
         ("self",),
         (f"{_OPTIMIZER}.MixedPrecisionOptimizer.prepare_grads",),
+    ),
+    Seam(
+        f"{_DISTRIBUTED}._copy_main_params_to_model_params",
+        "replaced on the instance: copies all masters into the weights at once in place of one after another",
+        ("self",),
+        (f"{_OPTIMIZER}.MixedPrecisionOptimizer.step_with_ready_grads",),
     ),
     Seam(
         f"{_OPTIMIZER}.MixedPrecisionOptimizer.reload_model_params",

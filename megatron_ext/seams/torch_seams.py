@@ -29,7 +29,8 @@ TORCH = (
     Seam("torch.cuda.memory._dump_snapshot", "called for --record-memory-history", ("filename",)),
     Seam("torch._foreach_norm", "called with a list, an order and a dtype: the norms of many gradients"),
     Seam("torch._foreach_copy_", "called with two lists, perhaps of other types: copies the second one into the first"),
-    Seam("torch._foreach_mul_", "called with a list and a number: scales many gradients"),
+    Seam("torch._foreach_mul_", "called with a list and a scalar tensor: scales many gradients"),
+    Seam("torch._foreach_lerp_", "called with two lists and a number: moves many averages towards their weights"),
     Seam(
         "torch.Tensor._post_accumulate_grad_hooks",
         "a dictionary by which hooks are put in front of those already there; None without hooks",
@@ -57,6 +58,21 @@ TORCH = (
     ),
     Seam(f"{_PIPELINES}._ComputationType", "its values are the letters of a table"),
     Seam("torch._ops.OpOverload._schema", "the name and arguments of the operator of a collective"),
+    Seam(
+        "torch.distributed._symmetric_memory.get_symm_mem_workspace",
+        "called to find out whether the GPUs of a group share memory; raises where they do not",
+        ("group_name", "min_size"),
+    ),
+    Seam(
+        "torch.ops.symm_mem.fused_all_gather_matmul",
+        "called on GPUs: gathers along the first dimension while it multiplies; returns the gathered one, and a list",
+        ("A", "Bs", "gather_dim", "group_name", "return_A"),
+    ),
+    Seam(
+        "torch.ops.symm_mem.fused_matmul_reduce_scatter",
+        "called on GPUs: multiplies while it sums over the ranks and scatters along the first dimension",
+        ("A", "B", "reduce_op", "scatter_dim", "group_name"),
+    ),
     Seam("torch.ops.mkldnn._linear_pointwise", "called for fp32 matrix products on a CPU, where torch has oneDNN"),
     Seam(
         "torch.ops.aten._softmax_backward_data",

@@ -105,9 +105,12 @@ class DataParallel(Sharding):
             overlaps=self.config.layout.overlap_param_gather,
         )
         built = build_optimizer(chunks, settings, self.config, groups)
-        for weight, main in (pair for part in self.parts(built) for pair in part.main_parameters()):
-            if "matrix" in vars(weight):
-                vars(main)["matrix"] = vars(weight)["matrix"]
+        for part in self.parts(built):
+            if isinstance(part, FlatPart):
+                part.copy_at_once()
+            for weight, main in part.main_parameters():
+                if "matrix" in vars(weight):
+                    vars(main)["matrix"] = vars(weight)["matrix"]
         return built
 
     def parts(self, optimizer: ChainedOptimizer) -> list[OptimizerPart]:

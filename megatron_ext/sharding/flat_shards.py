@@ -10,6 +10,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed import ProcessGroup
 
+from megatron_ext.device.many_tensors import copy_
 from megatron_ext.parallel.rows import RowShard
 from megatron_ext.sharding.parts import MASTER, Exchange, OptimizerPart, State
 
@@ -27,6 +28,32 @@ class FlatPart(OptimizerPart):
     def own(self, weight: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
         own = self._range(weight)
         return values.view(-1)[own.start : own.end]
+
+    def copy_at_once(self) -> None:
+        """Have every later update copy gradients and weights all at once; the engine's methods copy one by one."""
+        core: Any = self.core
+        core._copy_model_grads_to_main_grads = self._take_gradients
+        core._copy_main_params_to_model_params = self._give_weights
+
+    def _take_gradients(self) -> None:
+        """Give the updated shards their gradients in fp32, without a copy where they are summed in fp32."""
+        given, taken = [], []
+        for weight, main in self.main_parameters():
+            summed: Any = vars(weight)["main_grad"]
+            own = self.own(weight, summed)
+            if own.dtype == torch.float32:
+                main.grad = own
+                continue
+            main.grad = torch.empty_like(own, dtype=torch.float32)
+            given.append(own)
+            taken.append(main.grad)
+        copy_(taken, given)
+
+    def _give_weights(self) -> None:
+        """Copy the updated shards into the weights, but for shards that lie in them."""
+        pairs = [(self.own(weight, weight.detach()), main.detach()) for weight, main in self.main_parameters()]
+        pairs = [(own, main) for own, main in pairs if own.data_ptr() != main.data_ptr()]
+        copy_([own for own, _ in pairs], [main for _, main in pairs])
 
     def rows_to_read(self, weight: torch.nn.Parameter) -> list[RowShard]:
         """Return the rows that the flat range touches, which may begin and end within one.

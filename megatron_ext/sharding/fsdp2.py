@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.config.derived.pipeline_split import splits_backward
 from megatron_ext.config.schema import Config
 from megatron_ext.device.device_protocol import Device
+from megatron_ext.device.many_tensors import scale_
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.optim.settings import optimizer_config
@@ -222,6 +223,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
 
     def scale_gradients(self, scaling_factor: Any) -> None:
         """Multiply the gradients by `scaling_factor`."""
+        scaled = []
         for parameter in self.parameters():
             if parameter.grad is not None:
                 rows = local_gradient(parameter)
@@ -229,7 +231,8 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                 if hasattr(parameter, "main_grad"):
                     rows.copy_(waiting.main_grad._local_tensor)
                     del waiting.main_grad
-                rows.mul_(scaling_factor.to(rows.device))
+                scaled.append(rows)
+        scale_(scaled, scaling_factor)
 
 
 def _reshard(chunks: Sequence[Any]) -> None:

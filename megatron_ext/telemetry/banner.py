@@ -52,9 +52,9 @@ def banner(config: Config, begun: Begun) -> str:
 
 
 def described(config: Config) -> dict[str, str]:
-    """Return texts that describe a configuration's model, data and layout."""
+    """Return texts that describe a configuration's model, optimizer, data and layout."""
     ranks = f"{_ranks(config.layout.world_size)}, {_layout(config)}"
-    return {"model": _model(config), "data": _data(config), "layout": ranks}
+    return {"model": _model(config), "optimizer": _optimizer(config), "data": _data(config), "layout": ranks}
 
 
 def _version(package: str) -> str:
@@ -85,6 +85,21 @@ def _model(config: Config) -> str:
     padding = vocabulary_padding(config)
     number = f"{count(config) - padding:,} parameters" + (f" and {padding:,} of vocabulary padding" if padding else "")
     return f"{number}, {layers} layers of width {config.model.hidden_size:,}, {precision}"
+
+
+def _optimizer(config: Config) -> str:
+    flags = config.optimizer
+    samples = config.training.train_samples is not None
+    warmup, unit = (flags.lr_warmup_samples, "samples") if samples else (flags.lr_warmup_iters, "steps")
+    decays = flags.lr_decay_style != "constant"
+    parts = [
+        flags.optimizer,
+        f"learning rate {flags.lr:g}" if flags.lr is not None else "",
+        f"{warmup:,} {unit} of warmup" if warmup else "",
+        f"{flags.lr_decay_style}{f' to {flags.min_lr:g}' if decays else ''}",
+        f"weight decay {flags.weight_decay:g}" if flags.weight_decay else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _dropout(config: Config) -> str:

@@ -23,7 +23,7 @@ from megatron_ext.telemetry.metrics import (
     ValidationMetrics,
     perplexity,
 )
-from megatron_ext.terminal import remaining, say, status
+from megatron_ext.terminal import bar, remaining, say, status
 
 _SHOWN_MEMORY = 5e7  # bytes, 0.1 GB when rounded
 
@@ -169,7 +169,7 @@ class Console:
         self._steps = (iteration, train_iters)
         if self._short and time.monotonic() - self._shown_at > 1.0:
             self._shown_at = time.monotonic()
-            status(f"step {iteration:>{len(str(train_iters))}}/{train_iters}")
+            status(f"step {iteration:>{len(str(train_iters))}}/{train_iters} {bar(iteration / train_iters)}")
 
     def close(self) -> None:
         """Print the summary in the short form; no file is held open."""

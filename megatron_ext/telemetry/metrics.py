@@ -15,6 +15,7 @@ from megatron_ext.parts.protocol import Number, Report
 MEASURED_FIELDS = frozenset(
     {
         "elapsed_ms",
+        "cpu_ms",
         "tokens_per_second",
         "tflops_per_gpu",
         "mfu",
@@ -57,6 +58,7 @@ class StepMetrics:
     slowest_rank: Mapping[str, Any] | None = (
         None  # rank, ratio to its peers' compute time, slow: [ranks]; --log-straggler
     )
+    cpu_ms: float | None = None  # processor time of this rank's process per iteration, of all its threads
     world_size: int = 1
     resumed_at: int = 0  # the iteration that the job went on from; the row has it only if there is one
     consumed_by_source: Mapping[str, Mapping[str, float]] | None = None  # samples, tokens, epochs, from the beginning

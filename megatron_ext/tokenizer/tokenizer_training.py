@@ -1,6 +1,7 @@
 """Trains a tokenizer: byte-level BPE as GPT-2 has it, or a SentencePiece model."""
 
 import json
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from io import BytesIO
@@ -40,7 +41,7 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
         vocab_size=vocab_size,
         special_tokens=[AddedToken(END_OF_TEXT, normalized=False, special=True)],
         initial_alphabet=alphabet,
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts, trainer)
     entries = tokenizer.get_vocab_size()

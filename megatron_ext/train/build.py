@@ -18,9 +18,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ext import environment, terminal
 from megatron_ext.checkpoint.native.resume import Resume
 from megatron_ext.config.derived.batch_size import evaluation_batch
 from megatron_ext.config.derived.cuda_graphs import makes_graphs
+from megatron_ext.config.derived.overlapped_products import overlaps
 from megatron_ext.config.derived.pipeline_split import last_stage, splits_backward
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
@@ -40,6 +42,7 @@ from megatron_ext.optim.loss_scale import share_loss_scale
 from megatron_ext.optim.qk_clip import LargestScores, QKClip
 from megatron_ext.parallel import groups as process_groups
 from megatron_ext.parts.attention.choice import allowed_kernels, use
+from megatron_ext.parts.linear.compute import overlap_communication
 from megatron_ext.parts.numbers import RecordedNumbers
 from megatron_ext.parts.stack import layers, numbers_of_parts
 from megatron_ext.sharding.choose import sharding_of
@@ -82,6 +85,8 @@ def build_run(config: Config, device: Device, resume: Resume | None = None, exte
     if extensions.layer_spec is not None:
         mark_own_parameters(chunks, config)
         check_own_modules(chunks, config)
+    if overlaps(config):
+        _overlap_products(chunks, config, groups, device)
     if config.training.torch_compile:
         compile_layers(chunks)
     wrapped = sharding.shard(chunks, core, groups, device)
@@ -161,6 +166,18 @@ def compile_layers(chunks: Sequence[torch.nn.Module]) -> None:
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, TransformerLayer):
             module.compile()
+
+
+def _overlap_products(
+    chunks: Sequence[torch.nn.Module], config: Config, groups: ProcessGroupCollection, device: Device
+) -> None:
+    """Have tensor-parallel layers multiply while they communicate, or warn why they do not. Collective."""
+    lacks = device.lacks_for_overlap(groups.tp)
+    for chunk in chunks if lacks is None else ():
+        overlap_communication(chunk)
+    if lacks is not None and groups.tp.rank() == 0 and config.layout.device != "cpu":  # which has been told already
+        ranks = f"rank {environment.rank()} and its tensor-parallel ranks"
+        terminal.warn(f"--tp-comm-overlap changes nothing on {ranks}: {lacks}")
 
 
 def set_kernels(config: Config, device: Device) -> None:

@@ -26,6 +26,7 @@ from megatron_ext.resilience import elastic, exit_record, launcher
 from megatron_ext.resilience.peer_processes import end_stopped_ranks
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher, StopDeadline
+from megatron_ext.telemetry import commands_file
 from megatron_ext.telemetry.banner import Begun, banner
 from megatron_ext.terminal import say, warn
 from megatron_ext.train.configure import Configured, configure, configure_for, next_stage
@@ -85,7 +86,7 @@ def pretrain(
     with extensions.registered(), _process_given_back(configured.config, status) as (status, ends):
         configured = replace(configured, config=extensions.applied(configured.config))
         _print_warnings(extensions.warnings(configured.typed.values))
-        _claim(configured.config.checkpoint.save, status)
+        _claim(configured, status)
         here = _install_device(configured.config, status)
         # Only now may megatron-core be imported.
         from megatron_ext.model.names import unwrapped
@@ -404,8 +405,9 @@ def _banner_facts(run: "Run", extensions: Extensions, attention: str | None) -> 
     )
 
 
-def _claim(save: str | None, status: RunStatus) -> None:
-    """Make the save folder this job's own. Rank 0 does."""
+def _claim(configured: Configured, status: RunStatus) -> None:
+    """Make the save folder this job's own, and record its command there. Rank 0 does."""
+    save = configured.config.checkpoint.save
     if save is None or status.rank != 0:
         return
     try:
@@ -419,3 +421,4 @@ def _claim(save: str | None, status: RunStatus) -> None:
         status.save = None  # the folder is another run's: leave no record in it
         raise
     exit_record.clear(save)
+    commands_file.record_start(save, configured.typed.words, configured.config.layout.world_size)

@@ -34,8 +34,8 @@ _COUNTS = (
     "peak_memory_bytes allocated_bytes reserved_bytes world_size num_zeros resumed_at"
 )
 _NUMBERS = (
-    "grad_norm learning_rate weight_decay loss_scale elapsed_ms tokens_per_second tflops_per_gpu mfu params_norm "
-    "load_balancing_loss seq_load_balancing_loss global_load_balancing_loss z_loss "
+    "grad_norm learning_rate weight_decay loss_scale elapsed_ms cpu_ms tokens_per_second tflops_per_gpu mfu "
+    "params_norm load_balancing_loss seq_load_balancing_loss global_load_balancing_loss z_loss "
     "max_attention_logit dropped_share indexer_loss"
 )
 _OF_EXPERTS = "max_over_mean entropy dropped router_z"

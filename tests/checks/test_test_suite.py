@@ -87,3 +87,17 @@ def test_what_starts_ranks_is_not_under_unit() -> None:
 )
 def test_ways_to_start_ranks_are_seen(code: str) -> None:
     assert ways_to_start_ranks(looked_at(code))
+
+
+def test_a_sentence_about_flags_is_pinned_once() -> None:
+    """In tests/golden/problems.txt: other tests know a problem by its flags, so that better words cost one file."""
+    lines = (TESTS / "golden/problems.txt").read_text().splitlines()
+    sentences = "\n".join(line for line in lines if not line.startswith((">", "#")))
+    again = []
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            words = [word for word in text.split() if not word.startswith("-")]
+            if len(" ".join(words)) > 60 and text.strip() in sentences:
+                again.append(f"{path.name}: {text}")
+    assert again == []

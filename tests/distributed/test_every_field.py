@@ -407,7 +407,7 @@ ELSEWHERE: dict[str, str] = {
             "recurrence_kernels cuda_graph_warmup_steps disable_bf16_reduced_precision_matmul disable_jit_fuser "
             "no_bias_dropout_fusion no_bias_swiglu_fusion no_triton_kernels no_gradient_accumulation_fusion "
             "nvtx_ranges record_memory_history memory_snapshot_path no_overlap_p2p_communication distributed_backend "
-            "nccl_backend"
+            "nccl_backend tp_comm_overlap"
         ),
         "test_load_checkpoint.py of checkpoint/ sees what it leaves": "no_load_rng",
         "it ends the run; test_numeric.py of resilience/ sees the end": ("error_injection_rate error_injection_type"),

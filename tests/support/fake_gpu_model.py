@@ -25,6 +25,7 @@ from megatron_ext.model.config import transformer_config
 from megatron_ext.model.gpt import build_model
 from megatron_ext.model.loss import summed_loss, token_loss
 from megatron_ext.parallel import groups
+from megatron_ext.parts.linear.compute import overlap_communication
 from tests.support.fake_tensors import backward, on_gpu
 from tests.support.operator_calls import Calls, aten
 from tests.support.small_models import LLAMA, OLMO2, small_config
@@ -314,3 +315,36 @@ def test_gradients_on_a_gpu_have_the_shapes_of_what_they_are_of(launches: Launch
     ]
     assert made[2][1].dtype == torch.float32, "that of the router's weights"
     assert launches.names[-3:] == ["norm_backward", "rotate_kernel", "swiglu_backward"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_tensor_parallel_layers_overlap_on_a_gpu(fused: bool, launches: Launches) -> None:
+    """Both passes call torch's operators over symmetric memory, which decide the shapes: each gathers or scatters the
+    sequence."""
+    symm_mem: Any = torch.ops.symm_mem
+    config = small_config(LLAMA, {**TP2, "tp_comm_overlap": True}, BF16)
+    with on_a_fake_gpu(config) as (chunk, calls):
+        overlap_communication(chunk)
+        loss_of(chunk)
+        gathers = symm_mem.fused_all_gather_matmul.default, symm_mem.fused_matmul_reduce_scatter.default
+        called = [operator for operator, _, _ in calls.calls if operator in gathers]
+        assert called == [*gathers, *gathers] * config.model.num_layers
+        layer = chunk.decoder.layers[0]
+        for linear, gathered, name in ((layer.mlp.linear_fc1, 0, "_Columns"), (layer.mlp.linear_fc2, 1, "_Rows")):
+            x = on_gpu(SEQUENCE // (2 - gathered), SAMPLES, linear.weight.size(1)).requires_grad_()
+            weight = linear.weight
+            if fused:
+                linear.gradient_accumulation_fusion = True
+                weight.main_grad = torch.empty(weight.shape, device="cuda")
+                weight.grad_added_to_main_grad = False
+            result = linear(x)[0]
+            assert result.shape == (SEQUENCE // (1 + gathered), SAMPLES, weight.size(0))
+            calls.calls.clear()
+            made = backward(result, f"{name}Backward", torch.empty_like(result))
+            assert [one.shape for one in made] == [x.shape, weight.shape]
+            assert {one.device.type for one in made} == {"cuda"}
+            assert [operator for operator, _, _ in calls.calls if operator in gathers] == [gathers[1 - gathered]]
+            added = [given for operator, given, _ in calls.calls if operator is aten.addmm.dtype_out]
+            assert len(added) == fused
+            if fused:
+                assert weight.grad_added_to_main_grad

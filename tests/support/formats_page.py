@@ -16,6 +16,7 @@ _FILES = (
     ("The manifest of a checkpoint", "checkpoint/native/checkpoint_manifest.py"),
     ("A snapshot of one rank", "checkpoint/local/rank_file.py"),
     ("How a run ended: `exit.json`", "resilience/exit_record.py"),
+    ("How a run was started: `commands.jsonl`", "telemetry/commands_file.py"),
 )
 _FIELD = re.compile(r"^    (\w+): ([^#\n]+?)(?: = [^#\n]+)?(?:  # (.*))?$")
 

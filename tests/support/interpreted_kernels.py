@@ -14,17 +14,22 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+import triton.runtime.interpreter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import gpu_operations
+from megatron_ext.device import many_tensors
 from megatron_ext.device.triton import cross_entropy as loss
 from megatron_ext.device.triton import kernel_choice, norm, rotary
+from megatron_ext.device.triton import many_tensors as many_kernels
 from megatron_ext.device.triton import swiglu as activation
 from megatron_ext.device.triton.cross_entropy import cross_entropy
 from megatron_ext.device.triton.norm import layer_norm, norm_of_sum, rms_norm
 from megatron_ext.device.triton.rotary import rotate, split_heads
 from megatron_ext.device.triton.swiglu import swiglu
 from megatron_ext.parts.attention.rope import rotate_reference
+
+interpreter: Any = vars(triton.runtime.interpreter)["_interpreter"]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-3
@@ -375,6 +380,97 @@ def test_nothing_is_launched_for_no_tokens() -> None:
     assert torch.equal(made[1], torch.zeros(8))
 
 
+class Elements:
+    """Elements that the kernels read and write."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read = self.written = 0
+        load, store = interpreter.load, interpreter.store
+
+        def counted_load(places: Any, mask: Any, *rest: Any) -> Any:
+            self.read += int(mask.sum())
+            return load(places, mask, *rest)
+
+        def counted_store(places: Any, value: Any, mask: Any) -> Any:
+            self.written += int(mask.sum())
+            return store(places, value, mask)
+
+        monkeypatch.setattr(interpreter, "load", counted_load)
+        monkeypatch.setattr(interpreter, "store", counted_store)
+
+
+MANY = ((3,), (37, 5), (1,), (700,))
+"""Shapes; after the first, addresses are multiples of 4 bytes alone."""
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> Elements:
+    monkeypatch.setattr(many_kernels, "_BLOCK", 64)
+    monkeypatch.setattr(many_kernels, "_PROGRAMS", 3)
+    return Elements(monkeypatch)
+
+
+def parts_of_a_buffer(seed: int) -> list[torch.Tensor]:
+    """Tensors one after another in a buffer, with a gap before each that nobody may touch."""
+    sizes = [1 + math.prod(shape) for shape in MANY]
+    pieces = drawn(sum(sizes), dtype=torch.float32, seed=seed).split(sizes)
+    return [piece[1:].view(shape) for piece, shape in zip(pieces, MANY, strict=True)]
+
+
+@pytest.mark.parametrize("factor", [0.123456789, 0.0, 1.0, math.inf])
+def test_many_tensors_are_scaled_unless_by_one(factor: float, many: Elements) -> None:
+    """With torch's bits; by one the programs read the factor and nothing else, whatever lies there."""
+    tensors, share = parts_of_a_buffer(0), torch.tensor(factor)
+    whole = torch.as_strided(tensors[0], (sum(one.numel() + 1 for one in tensors),), (1,), 0)
+    expected = whole.clone()
+    for one in tensors:
+        expected.as_strided(one.shape, one.stride(), one.storage_offset()).mul_(share)
+    many_kernels.scale_(tensors, share)
+    assert torch.equal(whole, expected)
+    elements, programs = sum(one.numel() for one in tensors), len(tensors) * 3
+    scaled = factor != 1.0
+    assert (many.written, many.read) == (elements * scaled, elements * scaled + programs * (3 if scaled else 1))
+
+
+@pytest.mark.parametrize("share", [1e-3, 0.3, 0.7, 1.0, 0.0])
+def test_many_tensors_move_towards_others_unless_by_nothing(share: float, many: Elements) -> None:
+    """Within the roundings of torch's formula, a product and two sums, which a GPU contracts and numpy does not."""
+    tensors, ends = parts_of_a_buffer(0), parts_of_a_buffer(1)
+    before = [one.double() for one in tensors]
+    many_kernels.lerp_(tensors, ends, torch.tensor(share))
+    by = torch.tensor(share).double()
+    for got, old, end in zip(tensors, before, ends, strict=True):
+        within(got, old + by * (end.double() - old), old.abs() + end.double().abs(), 3)
+    elements, programs = sum(one.numel() for one in tensors), len(tensors) * 3
+    moved = share != 0.0
+    assert (many.written, many.read) == (elements * moved, 2 * elements * moved + programs * (4 if moved else 1))
+
+
+def test_a_share_of_one_is_the_end(many: Elements) -> None:
+    tensors, ends = parts_of_a_buffer(0), parts_of_a_buffer(1)
+    many_kernels.lerp_(tensors, ends, torch.tensor(1.0))
+    assert all(map(torch.equal, tensors, ends))
+
+
+def test_who_takes_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 without gaps alone, and never a CPU's; the host reads no number of the device."""
+    taken: list[str] = []
+    monkeypatch.setattr(many_kernels, "scale_", lambda tensors, _factor: taken.append(f"scaled {len(tensors)}"))
+    monkeypatch.setattr(many_kernels, "lerp_", lambda tensors, _ends, _share: taken.append(f"moved {len(tensors)}"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        plain = [torch.empty(8, 4, device="cuda") for _ in range(3)]
+        half, turned = plain[0].bfloat16(), plain[0].t()
+        share = torch.empty((), device="cuda")
+        many_tensors.scale_(plain, share)
+        monkeypatch.setattr(kernel_choice, "_used", True)
+        for tensors in (plain, [*plain, turned], [half], [torch.empty(3)]):
+            many_tensors.scale_(tensors, share.to(tensors[0].device))
+        many_tensors.lerp_(plain, plain, share)
+        many_tensors.lerp_([half], [half], share)
+        many_tensors.lerp_(plain, plain, 0.5)
+    assert taken == ["scaled 3", "moved 3"]
+
+
 MEASURED = [gpu_operations.norms, gpu_operations.heads, gpu_operations.activation, gpu_operations.losses_of_tokens]
 
 
@@ -392,3 +488,12 @@ def test_the_gpu_session_measures_them_beside_torchs(measured: Any, monkeypatch:
         assert 0.0 < ours < 0.01
         assert found[f"error beyond torch's, {name}"] == max(0.0, ours - plain)
         assert found[f"ms, {name}"] == found[f"ms, plain, {name}"] > 1.0, "as many results and gradients"
+
+
+def test_the_gpu_session_measures_updates_beside_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_operations, "_milliseconds", lambda call, _device: call() or 1.0)
+    found = gpu_operations.updates("cpu")
+    other = {name.removeprefix("other bits, "): bits for name, bits in found.items() if name.startswith("other bits")}
+    assert other.keys() == {"scale by 0.7", "scale by 1", "average by 0.001", "average by 0"}
+    assert [other[name] for name in ("scale by 0.7", "scale by 1", "average by 0")] == [0, 0, 0]
+    assert all(figure < 1e-6 for name, figure in found.items() if name.startswith("error"))

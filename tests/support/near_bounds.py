@@ -349,6 +349,11 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"{_TP2} --seq-length 63",
         f"{_TP2} --sequence-parallel-keep-gathered --torch-compile --gradient-accumulation-fusion --bf16 "
         "--fp8-format hybrid --hidden-dropout 0 --attention-dropout 0 --sequence-parallel",
+        f"{_TP2} --tp-comm-overlap",
+        f"{_TP2} --tp-comm-overlap --sequence-parallel",
+        f"{_TP2} --tp-comm-overlap --sequence-parallel --sequence-parallel-keep-gathered --torch-compile",
+        "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv "
+        "--num-virtual-stages-per-pipeline-rank 2 --sequence-parallel --tp-comm-overlap --num-layers 4",
         "--world-size 2 --overlap-param-gather --overlap-grad-reduce",
         "--world-size 2 --overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer",
         "--use-distributed-optimizer --optimizer lion",

@@ -25,7 +25,7 @@ _ELEMENTS = {
         "summary",
         "a",
     ),
-    *("svg", "path", "g", "text", "rect", "circle"),
+    *("svg", "table", "td", "th", "tr", "path", "g", "text", "rect", "circle"),
 }
 
 

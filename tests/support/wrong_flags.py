@@ -88,6 +88,14 @@ EXAMPLES = {
     "Gathered inputs kept where nothing is gathered": Example(
         "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel-keep-gathered", "--sequence-parallel"
     ),
+    "Products that overlap with nothing": Example(
+        "--world-size 2 --tensor-model-parallel-size 2 --tp-comm-overlap", "--sequence-parallel"
+    ),
+    "Products that overlap and keep what they gather": Example(
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap "
+        "--sequence-parallel-keep-gathered",
+        "--sequence-parallel-keep-gathered=false",
+    ),
     "Gathered inputs kept by a layer that is recomputed": Example(
         "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --sequence-parallel-keep-gathered "
         "--recompute-granularity selective",

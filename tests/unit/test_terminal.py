@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.plugins.planner.simulated_timeline import equal_stages
 from megatron_ext.plugins.planner.timeline_text import COLOURS, as_text
-from megatron_ext.terminal import note, printable, say, survive_lost_output, tracked, warn
+from megatron_ext.terminal import bar, heading, note, printable, say, survive_lost_output, tracked, warn
 from tests.support.syntax import nodes_of, source
 from tests.support.warm_python import warm_python
 
@@ -41,6 +41,41 @@ def test_every_way_to_print_writes_control_characters_out(capsys: pytest.Capture
     said = capsys.readouterr()
     assert said.out == "a\\x1b[2J\\r\\x9b|\n"
     assert said.err == "b\\x1b[2J\n\tc\nwarning: d\\x08\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_shows_colours_unless_it_is_asked_not_to(
+    variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    heading("part \x1b[2J")
+    warn("what")
+    note("error: what")
+    said = capsys.readouterr()
+    if coloured:
+        assert said.out == "\x1b[1mpart \\x1b[2J\x1b[0m\n"
+        assert said.err == "\x1b[33mwarning:\x1b[0m what\n\x1b[31merror:\x1b[0m what\n"
+    else:
+        assert (said.out, said.err) == ("part \\x1b[2J\n", "warning: what\nerror: what\n")
+
+
+def test_nothing_but_a_terminal_gets_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    heading("part")
+    warn("what")
+    assert tuple(capsys.readouterr()) == ("part\n", "warning: what\n")
+
+
+@pytest.mark.parametrize(("share", "shown"), [(-1.0, 0), (0.0, 0), (0.5, 12), (1.0, 24), (7.0, 24)])
+def test_a_bar_is_filled_by_the_share_that_is_done(share: float, shown: int) -> None:
+    assert bar(share) == f"[{'#' * shown:-<24}]"
 
 
 def test_only_the_colours_of_a_picture_are_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +122,7 @@ def test_long_work_has_the_last_line_of_a_terminal_until_it_is_done() -> None:
         shown += os.read(ours, 10_000).decode()
     os.close(ours)
     for done in (1, 2, 3):
-        assert f"\r\x1b[Kwork: {done} of 4, 0:0" in shown
+        assert f"\r\x1b[Kwork [{6 * done * '#':-<24}] {done} of 4, 0:0" in shown
     assert shown.endswith("\x1b[Kdone\r\n")
 
 

@@ -64,6 +64,9 @@ class Typed:
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Flag as messages write it -> flag as the user typed it, for fields that were given only by another name."""
 
+    words: tuple[str, ...] = field(default=(), compare=False)
+    """The command line, for the record of the run's command."""
+
     def as_typed(self, texts: Iterable[str]) -> list[str]:
         """Return messages with every flag named as it was typed."""
         return [_renamed(text, self.spellings) for text in texts]

@@ -1,7 +1,7 @@
 """Reads a command line: by the schema, or by a translator of a plugin where a flag of another program stands in it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.parse import arguments
 from megatron_ext.config.parse.arguments import Typed
@@ -23,4 +23,5 @@ def read(argv: Sequence[str]) -> Typed:
     """Return the typed values and their problems, as `config.parse.arguments.read`."""
     flags = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
     translator = next((one for one in brought("translators") if flags & one.marks), None)
-    return arguments.read(argv) if translator is None else load(translator.read)(argv)
+    typed = arguments.read(argv) if translator is None else load(translator.read)(argv)
+    return replace(typed, words=tuple(argv))

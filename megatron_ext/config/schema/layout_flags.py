@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_ext.config.derived.sharding import FSDP, Scheme, scheme_of
-from megatron_ext.config.schema.option import ReadWith, free
+from megatron_ext.config.schema.option import Need, ReadWith, free
 
 _EXPERTS = ReadWith("num_experts", "without --num-experts there are no experts")
 _ENGINES = ("1f1b", "interleaved-1f1b")
@@ -47,6 +47,15 @@ class LayoutConfig:
         "gathers them again: fewer gathers, more memory.",
         read_with=_WHOLE_SEQUENCE,
         dropped_unread=True,
+    )
+    tp_comm_overlap: bool = free(
+        False,
+        "With --sequence-parallel, gather and sum one part of a layer's tokens while another is multiplied, by torch's "
+        "operators over symmetric memory, on GPUs that read each other's memory. No GPU has measured it.",
+        needs={True: [Need("sequence_parallel", True, "tokens that are gathered and summed")]},
+        read_with=_WHOLE_SEQUENCE,
+        dropped_unread=True,
+        unread_on_cpu="processes have no symmetric memory, and products wait for what they send",
     )
     pipeline_model_parallel_size: int = free(1, "Ranks that share the layers, one stage after another.", at_least=1)
     context_parallel_size: int = free(1, "Ranks that share each sample's positions.", at_least=1)

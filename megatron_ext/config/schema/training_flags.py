@@ -270,8 +270,8 @@ class TrainingConfig:
     no_bias_swiglu_fusion: bool = free(False, "On GPUs, do not compile SwiGLU and its bias into one kernel.")
     no_triton_kernels: bool = free(
         False,
-        "On GPUs, do without our Triton kernels of norms with their residual, rotary heads, SwiGLU and cross-entropy, "
-        "which compute where Triton and a C compiler are found and --torch-compile is not given.",
+        "On GPUs, do without our Triton kernels: of clipping and averages, and, without --torch-compile, of norms with "
+        "their residual, rotary heads, SwiGLU and cross-entropy. They need Triton and a C compiler.",
         unread_on_cpu="no Triton kernel runs",
     )
     linear_cross_entropy: bool = free(

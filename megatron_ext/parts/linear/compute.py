@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_pg_size
 from torch.distributed import ProcessGroup
 
@@ -23,6 +24,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.device import split_backward
 from megatron_ext.device.kernels import linear
 from megatron_ext.device.weight_gradients import add_product_
+from megatron_ext.parts.linear import overlapped
 from megatron_ext.parts.norm.compute import uninitialized
 
 TrainedProduct = Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]
@@ -37,6 +39,8 @@ class ColumnLinear(ColumnParallelLinear):
     """Product of the layer in training; None where it multiplies as elsewhere."""
     keeps_gathered = False
     """Whether it keeps the input that it has gathered (--sequence-parallel-keep-gathered)."""
+    overlaps = False
+    """Whether it multiplies while it communicates (--tp-comm-overlap)."""
 
     def __init__(self, *sizes: int, skip_bias_add: bool, **settings: Any) -> None:
         # The bias lies with its rows, so that nothing is gained by handing it to the next operation.
@@ -64,6 +68,9 @@ class ColumnLinear(ColumnParallelLinear):
             return split_product(input, weight, settings)
         if self.keeps_gathered and settings["sequence_parallel"] and weight.requires_grad:
             return _GatheredLinear.apply(input, weight, settings["bias"], self.tp_group)  # pyright: ignore
+        if self.overlaps and settings["sequence_parallel"]:
+            adds = overlapped.adds_to(weight, self.gradient_accumulation_fusion)
+            return overlapped.column_parallel(input, weight, settings["bias"], settings["tp_group"], adds)
         return super()._forward_impl(input, weight, **settings)
 
 
@@ -116,6 +123,8 @@ class RowLinear(RowParallelLinear):
 
     trained_product: TrainedProduct | None = None
     """Product of the layer in training; None where it multiplies as elsewhere."""
+    overlaps = False
+    """Whether it multiplies while it communicates (--tp-comm-overlap)."""
 
     def __init__(self, *sizes: int, **settings: Any) -> None:
         super().__init__(*sizes, **settings)
@@ -125,6 +134,13 @@ class RowLinear(RowParallelLinear):
         self, input_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return Y, and the bias if it must be added once, after the sum. input_: [..., this rank's columns of A]."""
+        if self.overlaps and self.sequence_parallel and not self.explicit_expert_comm:
+            adds = overlapped.adds_to(self.weight, self.gradient_accumulation_fusion)
+            group: Any = self.tp_group
+            output = overlapped.row_parallel(input_, self.weight, group, adds)
+            if self.skip_bias_add:
+                return output, self.bias
+            return output if self.bias is None else output + self.bias, None
         if not self.plain or (self.trained_product is not None and self.training):
             return super().forward(input_)
         return linear(input_, self.weight, self.bias), None
@@ -172,6 +188,15 @@ def keep_gathered(chunk: torch.nn.Module, config: Config) -> None:
     for module in chunk.modules():
         if isinstance(module, ColumnLinear):
             module.keeps_gathered = config.layout.sequence_parallel_keep_gathered
+
+
+def overlap_communication(chunk: torch.nn.Module) -> None:
+    """Have the column- and row-parallel layers of a model chunk multiply while they communicate, but for experts, whose
+    tokens travel otherwise."""
+    of_experts = {one for moe in chunk.modules() if isinstance(moe, MoELayer) for one in moe.modules()}
+    for module in chunk.modules():
+        if isinstance(module, ColumnLinear | RowLinear) and module not in of_experts:
+            module.overlaps = True
 
 
 class WholeLinear(torch.nn.Module):

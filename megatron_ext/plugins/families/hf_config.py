@@ -130,7 +130,7 @@ def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
     if (family := _family(str(kind))) is None:
         raise ConfigurationError(
             f"{path}: {prefix}model_type {json.dumps(kind)} is not supported{_nearest(str(kind))}; use one of "
-            f"{', '.join(_types())}. docs/huggingface.md says what each of them is, and how a family is added"
+            f"{', '.join(model_types())}. docs/huggingface.md says what each of them is, and how a family is added"
         )
     reading = Reading(_without_axes(content), family.defaults, family.aliases, family.renamed)
     return family, reading, prefix, problems
@@ -167,13 +167,13 @@ def _around(outer: Mapping[str, Any]) -> list[str]:
     return reading.problems
 
 
-def _types() -> list[str]:
+def model_types() -> list[str]:
     """Return every `model_type` that is read, of a whole model or of the text model inside of one."""
     return sorted({*FAMILIES, *(name for one in FAMILIES.values() for name in one.other_names)})
 
 
 def _nearest(kind: str) -> str:
-    close = difflib.get_close_matches(kind, _types(), 1)
+    close = difflib.get_close_matches(kind, model_types(), 1)
     return f" (the nearest is {close[0]})" if close else ""
 
 

@@ -250,7 +250,9 @@ TABLE: Table = {
     "tensor_parallel.autotp_size": Cases({"0": OFF, "1": OFF}, Fact("tensor")),
     "tensor_parallel.tp.tp_size": above_one(Fact("tensor")),
     "tensor_parallel.tensor_parallel.tp_size": above_one(Fact("tensor")),
-    "tensor_parallel.tp_overlap_comm": NoCounterpart("--tp-comm-overlap needs Transformer Engine's layers"),
+    "tensor_parallel.tp_overlap_comm": NoCounterpart(
+        "without --sequence-parallel the sums of products wait for them; with it --tp-comm-overlap overlaps both"
+    ),
     "tensor_parallel.*": Default("every weight of a model is divided by its name; the numbers are the same"),
     "expert_parallel.enabled": Default("autoep_size says over how many ranks"),
     "expert_parallel.autoep_size": above_one(Flags("--expert-model-parallel-size {}")),

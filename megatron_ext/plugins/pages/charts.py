@@ -11,7 +11,8 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.markup import Content, Markup, document, element, joined, svg_file
 from megatron_ext.parts.experts.load_colour import load_colour
 
-Point = tuple[int, float]
+Point = tuple[float, float]
+"""Place on the horizontal axis, such as an iteration, and value."""
 
 # The drawing of one chart, in SVG units.
 _WIDTH, _HEIGHT = 560, 260
@@ -24,35 +25,42 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d1f23; --quiet: #63666d; --grid: #e2e3e5;
-        --first: #1f66b5; --second: #bd4f0a; --third: #00795a; --fourth: #cc79a7; --fifth: #e69f00; }
+        --first: #1f66b5; --second: #bd4f0a; --third: #00795a; --fourth: #cc79a7; --fifth: #e69f00 }
 @media (prefers-color-scheme: dark) {
   :root { --page: #16181c; --ink: #e8e9eb; --quiet: #9a9da4; --grid: #30333a;
-          --first: #70aef5; --second: #f79a56; --third: #2fc79b; } }
+          --first: #70aef5; --second: #f79a56; --third: #2fc79b } }
 body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--page); color: var(--ink);
-       font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.35rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
-h2 { font-size: 1rem; margin: 0 0 .25rem; }
-h2 span, summary { font-weight: normal; color: var(--quiet); }
-pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 1.5rem; }
-main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 2rem; }
-.wide { max-width: 1180px; margin: 2rem 0; overflow-x: auto; }
-section svg { width: 100%; height: auto; display: block; }
-text { fill: var(--quiet); font: 12px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-.grid { stroke: var(--grid); }
-.line { fill: none; stroke: var(--first); stroke-width: 1.6; stroke-linejoin: round; }
-.second { stroke: var(--second); }
-.prompt { color: var(--quiet); }
-.faint { opacity: .35; stroke-width: 1; }
-.change { stroke: var(--quiet); stroke-width: 1.4; stroke-dasharray: 2 3; }
-.dot { fill: var(--first); } .dot.second { fill: var(--second); stroke: var(--page); }
-.paper { fill: var(--page); } .legend { fill: currentColor; }
-.title { fill: var(--ink); font-size: 14px; font-weight: 600; }
-details { margin: 0 0 2rem; } summary { cursor: pointer; } a { color: var(--first); overflow-wrap: anywhere; }
-.key { font-weight: normal; color: var(--first); } .key.second { color: var(--second); }
-.third { stroke: var(--third); color: var(--third); }
-.fourth { stroke: var(--fourth); color: var(--fourth); }
-.fifth { stroke: var(--fifth); color: var(--fifth); }
-.hits rect { fill: transparent; } .hits rect:hover { fill: var(--quiet); fill-opacity: .25; }
+       font: 15px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.35rem; margin: 0 0 .5rem; overflow-wrap: anywhere }
+h2 { font-size: 1rem; margin: 0 0 .25rem }
+h2 span, summary, .prompt { font-weight: normal; color: var(--quiet) }
+pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 1.5rem }
+h1+pre span { display: inline-block; padding-left: 2ch; text-indent: -2ch }
+@media (max-width: 600px) { h1+pre { white-space: pre-line } }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 2rem }
+.wide { max-width: 1180px; margin: 2rem 0; overflow-x: auto }
+section svg { width: 100%; height: auto; display: block }
+text { fill: var(--quiet); font: 12px system-ui, sans-serif; font-variant-numeric: tabular-nums }
+.grid { stroke: var(--grid) }
+.line { fill: none; stroke: var(--first); stroke-width: 1.6; stroke-linejoin: round }
+.second { stroke: var(--second) }
+.faint { opacity: .35; stroke-width: 1 }
+.change { stroke: var(--quiet); stroke-width: 1.4; stroke-dasharray: 2 3 }
+.dot { fill: var(--first) } .dot.second { fill: var(--second); stroke: var(--page) }
+.paper { fill: var(--page) } .legend { fill: currentColor }
+.title { fill: var(--ink); font-size: 14px; font-weight: 600 }
+details { margin: 0 0 2rem } summary { cursor: pointer } a { color: var(--first); overflow-wrap: anywhere }
+.key { color: var(--first) } .key.second { color: var(--second) }
+.third { stroke: var(--third); color: var(--third) }
+.fourth { stroke: var(--fourth); color: var(--fourth) }
+.fifth { stroke: var(--fifth); color: var(--fifth) }
+.hits rect { fill: transparent } .hits rect:hover { fill: var(--quiet); fill-opacity: .25 }
+"""
+
+TABLE_STYLE = """
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: .15rem 1.25rem .15rem 0; text-align: left; vertical-align: top; font-weight: normal; }
+td { overflow-wrap: anywhere; } th { color: var(--quiet); } tr + tr > * { border-top: 1px solid var(--grid); }
 """
 
 BARS_STYLE = """
@@ -119,7 +127,9 @@ def page(title: str, lines: Iterable[str], body: Content, *, style: str = "") ->
         body: the rest.
         style: further rules of style.
     """
-    head = [element("h1", title), "\n", element("pre", "\n".join(lines)), "\n"]
+    # Each line wraps by itself, with an arrow that does not break in two.
+    shown = [["\n" * bool(number), element("span", line.replace("->", "\u2192"))] for number, line in enumerate(lines)]
+    head = [element("h1", title), "\n", element("pre", shown), "\n"]
     return document(title, STYLE + style, head, body)
 
 
@@ -132,6 +142,19 @@ def section(heading: Content, *body: Content, **attributes: object) -> Markup:
 def wide(heading: Content, *body: Content) -> Markup:
     """Return a part of a page that is as wide as the page."""
     return section(heading, *body, class_="wide")
+
+
+def table(heading: Content, head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> Markup:
+    """Return a table as a part of a page that is as wide as the page, and has TABLE_STYLE.
+
+    Args:
+        heading: what stands above it.
+        head: names of the columns, without the first.
+        rows: name and cells of each.
+    """
+    lines = [element("tr", element("th", ""), *(element("th", each) for each in head))]
+    lines += [element("tr", element("th", name), *(element("td", cell) for cell in cells)) for name, cells in rows]
+    return wide(heading, element("table", "\n", [[line, "\n"] for line in lines]))
 
 
 def main(charts: Iterable[Markup]) -> Markup:

@@ -1,6 +1,9 @@
-"""Reads a run's history from its metrics file, and draws its loss curve as text for a terminal."""
+"""Reads a run's history from its metrics file, and draws loss curves as text for a terminal."""
 
+import bisect
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,15 @@ class RunHistory:
         norm)."""
         return [(row["iteration"], row[field]) for row in self.steps if row.get(field) is not None]
 
+    def tokens_at(self, iteration: float) -> int:
+        """Return the tokens that were read until the first logged step at or after an iteration, or until the last."""
+        place = min(bisect.bisect_left(self._consumed, (iteration, 0)), len(self._consumed) - 1)
+        return self._consumed[place][1] if self._consumed else 0
+
+    @functools.cached_property
+    def _consumed(self) -> list[tuple[int, int]]:
+        return [(row["iteration"], row["consumed_tokens"]) for row in self.steps]
+
     @property
     def slowness_points(self) -> list[Point]:
         """Return (iteration, compute time of the slowest rank over its peers'); empty without --log-straggler."""
@@ -49,6 +61,16 @@ class RunHistory:
     def validation_points(self) -> list[Point]:
         """Return (iteration, loss) of the evaluations."""
         return [(row["iteration"], row["validation_loss"]) for row in self.evaluations]
+
+
+def named(runs: list[Path]) -> dict[str, Path]:
+    """Return the runs by the ends of their paths in which they differ; one alone by the last two parts of its path."""
+    folders = [run.parent if run.name == "metrics.jsonl" else run for run in runs]
+    depth = next(
+        (n for n in range(1 + (len(runs) == 1), 99) if len({each.parts[-n:] for each in folders}) == len(set(folders))),
+        99,
+    )
+    return {str(Path(*folder.parts[-depth:])): run for folder, run in zip(folders, runs, strict=True)}
 
 
 def metrics_path(run: Path) -> Path:
@@ -87,20 +109,33 @@ def loss_chart(history: RunHistory, width: int = 72, height: int = 16) -> str:
         width: columns of the plot, without the axis.
         height: lines of the plot.
     """
-    train, validation = finite(history.points("lm_loss")), finite(history.validation_points)
-    if not train and not validation:
-        return "no finite loss to show"
-    iterations = [iteration for iteration, _ in train + validation]
-    first, last = min(iterations), max(iterations)
+    curves = [(".", history.points("lm_loss")), ("o", history.validation_points)]
+    return text_chart("loss in nats per token (. training, o validation)", curves, width, height)
 
-    def columns(points: list[Point]) -> dict[int, float]:
+
+def text_chart(title: str, curves: Sequence[tuple[str, Sequence[Point]]], width: int = 72, height: int = 16) -> str:
+    """Return a chart for a terminal; a later curve covers an earlier one.
+
+    Args:
+        title: its first line.
+        curves: the mark of each curve and its points; the points of a column are shown by their mean.
+        width: columns of the plot, without the axis.
+        height: lines of the plot.
+    """
+    drawn = [(mark, shown) for mark, points in curves if (shown := finite(points))]
+    if not drawn:
+        return "no finite loss to show"
+    places = [place for _, points in drawn for place, _ in points]
+    first, last = min(places), max(places)
+
+    def columns(points: Sequence[Point]) -> dict[int, float]:
         values: dict[int, list[float]] = {}
-        for iteration, value in points:
-            column = round((iteration - first) / max(1, last - first) * (width - 1))
+        for place, value in points:
+            column = round((place - first) / max(1, last - first) * (width - 1))
             values.setdefault(column, []).append(value)
         return {column: sum(inside) / len(inside) for column, inside in values.items()}
 
-    shown = [(".", columns(train)), ("o", columns(validation))]
+    shown = [(mark, columns(points)) for mark, points in drawn]
     levels = [value for _, points in shown for value in points.values()]
     low, high = min(levels), max(levels)
     grid = [[" "] * width for _ in range(height)]
@@ -112,14 +147,7 @@ def loss_chart(history: RunHistory, width: int = 72, height: int = 16) -> str:
     margin = max(map(len, labels.values()))
     plot = [f"{labels.get(line, ''):>{margin}} |{''.join(cells).rstrip()}" for line, cells in enumerate(grid)]
     axis = f"{first}{str(last).rjust(width - len(str(first)))}"
-    return "\n".join(
-        [
-            f"{'':{margin}}  loss in nats per token (. training, o validation)",
-            *plot,
-            f"{'':{margin}} +{'-' * width}",
-            f"{'':{margin}}  {axis}",
-        ]
-    )
+    return "\n".join([f"{'':{margin}}  {title}", *plot, f"{'':{margin}} +{'-' * width}", f"{'':{margin}}  {axis}"])
 
 
 def summary(history: RunHistory) -> list[str]:
@@ -156,6 +184,8 @@ def _perplexity(loss: float) -> str:
 
 
 def saved_values(metrics: Path) -> dict[str, Any] | None:
-    """Return the resolved values of the run that wrote this metrics file: of the newest checkpoint next to it."""
-    files = sorted(metrics.parent.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
-    return read_saved(files[-1]) if files else None
+    """Return the resolved values of the run that wrote this metrics file: of the newest checkpoint next to it, or of a
+    config.yaml next to it; None where there is none, or it cannot be read."""
+    own = metrics.parent / "config.yaml"
+    files = sorted(metrics.parent.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime) or [own]
+    return read_saved(files[-1]) if files[-1].is_file() else None

@@ -7,7 +7,8 @@ Shows several runs on one HTML page: each chart has a line for every run, in the
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
 from megatron_ext.config.schema import LayoutConfig
@@ -15,6 +16,7 @@ from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plugins.pages import layout_picture
 from megatron_ext.plugins.pages.charts import (
     COLOURS,
+    TABLE_STYLE,
     Extras,
     Point,
     Series,
@@ -28,6 +30,7 @@ from megatron_ext.plugins.pages.charts import (
     wide,
 )
 from megatron_ext.plugins.pages.loss_curve import RunHistory, summary
+from megatron_ext.telemetry.commands_file import Start
 
 _MOST_TASKS = 100
 
@@ -43,7 +46,9 @@ def run_page(
     *,
     facts: Sequence[str] = (),
     layout: LayoutConfig | None = None,
+    starts: Sequence[Start] = (),
     files: Sequence[str] = (),
+    following: Sequence[str] = (),
 ) -> str:
     """Return the page as text.
 
@@ -52,7 +57,9 @@ def run_page(
         title: its heading.
         facts: lines that say what was trained, on what and where.
         layout: the layout that is drawn.
+        starts: the recorded starts of the run, oldest first; the page has their commands.
         files: paths that the page links to, as seen from its folder.
+        following: commands that a reader may start next.
     """
     extras = _extras(history)
     charts = [
@@ -79,10 +86,33 @@ def run_page(
         charts.append(element("p", f"{len(tasks) - _MOST_TASKS} more tasks."))
     body = [main(charts), _enlarged(history, extras), _samples(history)]
     body += ["" if layout is None else layout_picture.as_section(layout)]
+    if starts:
+        body.append(wide("Command", _commands(starts)))
     if files:
         body.append(wide("Files", *(element("p", element("a", file, href=quote(file))) for file in files)))
+    if following:
+        body.append(wide("Next", *(element("pre", command) for command in following)))
     styles = [layout_picture.STYLE] * (layout is not None)
     return page(title, [*facts, *summary(history), *_said(extras)], body, style="".join(styles))
+
+
+_MOST_COMMANDS = 5
+
+
+def _commands(starts: Sequence[Start]) -> list[Content]:
+    """Return the command of each start, of equal ones in a row the first, the latest of all last."""
+    changed = [
+        one
+        for before, one in itertools.pairwise([None, *starts])
+        if one and (before is None or (before.command, before.ranks) != (one.command, one.ranks))
+    ]
+    return [
+        [
+            element("p", f"{start.time[:16].replace('T', ' ')} UTC, {_ranks(start.ranks)}"),
+            element("pre", start.command),
+        ]
+        for start in changed[-_MOST_COMMANDS:]
+    ]
 
 
 def _losses(history: RunHistory, extras: Extras) -> list[Markup]:
@@ -239,12 +269,17 @@ def _samples(history: RunHistory) -> Content:
         *(
             joined(
                 element("p", f"iteration {rows[index]['iteration']}"),
-                element("pre", element("span", sample["prompt"], class_="prompt"), sample["text"]),
+                element("pre", element("span", sample["prompt"], class_="prompt"), _shorter(sample["text"])),
             )
             for index in sorted({0, len(rows) // 2, len(rows) - 1})
             for sample in rows[index]["samples"]
         ),
     )
+
+
+def _shorter(text: str) -> str:
+    """Return a text with a note in the place of many empty lines, of which a young model writes pages."""
+    return re.sub(r"\n{4,}", lambda found: f"\n[{len(found[0]) - 1} empty lines]\n", text)
 
 
 def _chart(name: str, unit: str, series: list[Series]) -> Markup:
@@ -260,21 +295,42 @@ _CHARTS = (
 )
 
 
-def runs_page(runs: Mapping[str, RunHistory], verdict: str = "") -> str:
+def runs_page(
+    runs: Mapping[str, RunHistory],
+    verdict: str = "",
+    *,
+    tables: Sequence[Markup] = (),
+    by_tokens: bool = False,
+) -> str:
     """Return the page as text; of two runs it also draws the difference of their losses.
 
     Args:
         runs: the runs by name, in the order in which they are shown.
         verdict: a line that stands above all others.
+        tables: parts of the page that stand above the charts.
+        by_tokens: whether the charts count tokens in place of iterations: where runs read unequal numbers in a step.
     """
     lines = [line for name, run in runs.items() for line in (name, *(f"    {text}" for text in summary(run)))]
-    charts = [chart(title, unit, _series(runs, field), along="iteration") for title, unit, field in _CHARTS]
-    if len(runs) == 2:
+    unit, along = _token_unit(runs.values()) if by_tokens else (0, "iteration")
+    charts = [chart(title, axis, _series(runs, field, unit), along=along) for title, axis, field in _CHARTS]
+    if len(runs) == 2 and not by_tokens:
         first, second = (dict(run.points("lm_loss")) for run in runs.values())
         between = [(at, second[at] - loss) for at, loss in first.items() if at in second]
         charts.insert(1, _chart("Difference of training losses", "second less first", [Series(between)]))
     title = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    return page(title, [*filter(None, [verdict]), *lines], main(charts), style=_colours(len(runs)))
+    return page(
+        title,
+        [*filter(None, [verdict]), *lines],
+        [tables, main(charts)],
+        style=_colours(len(runs)) + TABLE_STYLE * bool(tables),
+    )
+
+
+def _token_unit(runs: Iterable[RunHistory]) -> tuple[int, str]:
+    """Return the largest unit of which the longest run has at least ten, and its name."""
+    most = max((run.steps[-1]["consumed_tokens"] for run in runs if run.steps), default=0)
+    units = ((10**9, "B tokens"), (10**6, "M tokens"), (10**3, "k tokens"))
+    return next(((unit, name) for unit, name in units if most >= 10 * unit), (1, "tokens"))
 
 
 def losses_picture(runs: Mapping[str, RunHistory]) -> str:
@@ -297,8 +353,12 @@ def _colours(count: int) -> str:
     return "".join([*rules, ".key { stroke: none; }\n"])
 
 
-def _series(runs: Mapping[str, RunHistory], field: str | None) -> list[Series]:
-    return [
-        Series(run.validation_points if field is None else run.points(field), name, style=f"run{number}")
-        for number, (name, run) in enumerate(runs.items())
-    ]
+def _series(runs: Mapping[str, RunHistory], field: str | None, unit: int = 0) -> list[Series]:
+    """Return the line of each run, over its iterations, or over its tokens in a unit of so many."""
+    lines = []
+    for number, (name, run) in enumerate(runs.items()):
+        points = run.validation_points if field is None else run.points(field)
+        if unit:
+            points = [(round(run.tokens_at(at) / unit, 3), value) for at, value in points]
+        lines.append(Series(points, name, style=f"run{number}"))
+    return lines

@@ -9,7 +9,7 @@ PLUGIN = Plugin(
     commands={
         "compare": (
             "megatron_ext.plugins.prove.commands.compare_runs",
-            "compare the metrics of two runs, float for float",
+            "compare runs: settings, losses, speed, curves; --equal: float for float",
         ),
         "replay-step": (
             "megatron_ext.plugins.prove.commands.replay_step",

@@ -68,10 +68,10 @@ class Reporting(Callback):
         self._communication = communication
         self._stragglers = stragglers
         self._parts = parts
-        self._counted_until = 0.0
+        self._counted_until = self._processor_until = 0.0
         self._under_way = 0  # steps begun and not ended
         self._resumed_at: int | None = None
-        self._interval_seconds = 0.0
+        self._interval_seconds = self._interval_processor = 0.0
         self._interval_tokens = 0
         self._interval_steps = 0
 
@@ -79,7 +79,7 @@ class Reporting(Callback):
         if self._resumed_at is None:
             self._resumed_at = trainer.run.state.iteration
         if self._under_way == 0:  # what was done since the last step ended does not count
-            self._counted_until = time.perf_counter()
+            self._counted_until, self._processor_until = time.perf_counter(), time.process_time()
         self._under_way += 1
 
     def ends_before_next(self, trainer: Trainer) -> bool:
@@ -90,10 +90,12 @@ class Reporting(Callback):
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         state, config = trainer.run.state, trainer.run.config
-        now = time.perf_counter()
+        now, processor_now = time.perf_counter(), time.process_time()
         seconds, self._counted_until = now - self._counted_until, now
+        processor, self._processor_until = processor_now - self._processor_until, processor_now
         self._under_way -= 1
         self._interval_seconds += seconds
+        self._interval_processor += processor
         self._interval_tokens += result.global_batch_size * config.model.seq_length
         self._interval_steps += 1
         to_steps, to_log = self._wanted(state.iteration)
@@ -112,13 +114,14 @@ class Reporting(Callback):
             metrics = dataclasses.replace(metrics, time_shares=shares, slowest_rank=slowest, reports=reports)
             tokens = result.global_batch_size * config.model.seq_length
             own = {"lm_loss": result.loss, "elapsed_ms": 1000.0 * seconds, "tokens_per_second": tokens / seconds}
+            own["cpu_ms"] = 1000.0 * processor
             for sink in self.step_sinks if to_steps else ():
                 sink.write(dataclasses.replace(metrics, **own))
             for sink in self.log_sinks if to_log else ():
                 sink.write(metrics)
         if to_log:
             state.start_interval()
-            self._interval_seconds = 0.0
+            self._interval_seconds = self._interval_processor = 0.0
             self._interval_tokens = self._interval_steps = 0
             if self._stragglers is not None:
                 self._stragglers.forget()
@@ -159,6 +162,7 @@ class Reporting(Callback):
             skipped_iterations=state.interval_skipped,
             nan_iterations=state.interval_nan,
             elapsed_ms=1000.0 * self._interval_seconds / self._interval_steps,
+            cpu_ms=1000.0 * self._interval_processor / self._interval_steps,
             tokens_per_second=tokens_per_second,
             tflops_per_gpu=tflops,
             mfu=model_flops_utilization(tflops, run.device.model_name),

@@ -129,7 +129,8 @@ def test_a_long_line_is_broken_where_nothing_is_finite() -> None:
 def test_what_stands_on_a_page_is_text() -> None:
     text = page("<run>", ["1 < 2", "b & c"], "<main>\n", style=".own {}")
     assert "<title>&lt;run&gt;</title>" in text
-    assert "<h1>&lt;run&gt;</h1>\n<pre>1 &lt; 2\nb &amp; c</pre>\n&lt;main&gt;\n</body>" in text
+    head = "<pre><span>1 &lt; 2</span>\n<span>b &amp; c</span></pre>"
+    assert f"<h1>&lt;run&gt;</h1>\n{head}\n&lt;main&gt;\n</body>" in text
     assert text.split("</style>")[0].endswith(".own {}")
 
 

@@ -21,6 +21,7 @@ from megatron_ext.plugins.pages.commands import show_run
 from megatron_ext.plugins.pages.loss_curve import RunHistory, loss_chart, read_history, summary
 from megatron_ext.plugins.pages.run_page import run_page, runs_page
 from megatron_ext.plugins.prove.commands import compare_runs
+from megatron_ext.telemetry.commands_file import Start
 from megatron_ext.telemetry.metrics import ValidationMetrics
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from tests.support.pages import HOSTILE, elements
@@ -42,6 +43,12 @@ def write_run(folder: Path, losses: dict[int, float], validation: dict[int, floa
 def svgs(page: str) -> list[ElementTree.Element]:
     """The charts, which are well-formed XML."""
     return [ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in page.split("<svg")[1:]]
+
+
+def texts_of_head(page: str) -> list[str]:
+    """The lines under the heading."""
+    head = page.partition("<pre>")[2].partition("</pre>")[0]
+    return [html.unescape(line) for line in re.findall("<span>(.*?)</span>", head)]
 
 
 def lines(chart: ElementTree.Element) -> list[str]:
@@ -184,7 +191,10 @@ def test_each_run_of_many_has_its_colour_and_the_ninth_that_of_the_first() -> No
     assert [colours[number][1] for number in (8, 9)] == [colours[number][1] for number in (0, 1)]
     classes = [path.attrib["class"] for path in svgs(page)[0].iter("path") if "line" in path.attrib["class"]]
     assert classes == [f"line run{number}" for number in range(10)]
-    assert "<h1>10 runs</h1>\n<pre>run 0\n    training loss    0.0000 at iteration 1" in page
+    assert texts_of_head(page)[:2] == [
+        "run 0",
+        "    training loss    0.0000 at iteration 1 \u2192 0.0000 at iteration 1",
+    ]
 
 
 def test_the_page_is_complete_in_itself_and_well_formed(tmp_path: Path):
@@ -353,7 +363,8 @@ def test_what_a_row_holds_does_not_move_the_cursor(tmp_path: Path, capsys: pytes
     write_rows(folder / "metrics.jsonl", GOOD, *rows)
     write_rows(folder / "b.jsonl", GOOD | {hostile: hostile}, *rows)
     assert show_run.main([str(folder), str(folder / "b.jsonl"), "--html", str(tmp_path / "runs.html")]) == 0
-    assert compare_runs.main([str(folder / "metrics.jsonl"), str(folder / "b.jsonl")]) == 1
+    assert compare_runs.main(["--equal", str(folder / "metrics.jsonl"), str(folder / "b.jsonl")]) == 1
+    assert compare_runs.main([str(folder / "metrics.jsonl"), str(folder / "b.jsonl")]) == 0
     shown = capsys.readouterr()
     assert "\\x1b[2J" in shown.out
     assert "\\x1b[2J" in shown.err
@@ -408,8 +419,10 @@ def test_tokens_stand_under_the_axis_and_a_change_of_ranks_is_marked() -> None:
     assert texts[texts.index("tokens") :] == ["tokens", "3M", "4.5M", "6M", "7.5M"]
     [change] = [path for path in loss.iter("path") if path.attrib["class"] == "change"]
     assert "".join(change.itertext()) == "iteration 3: 1 -> 8 ranks"
-    assert "changed          at iteration 3: 1 -&gt; 8 ranks" in page
-    assert "<pre>model            of one layer\ntraining loss" in page
+    head = texts_of_head(page)
+    assert head[0] == "model            of one layer"
+    assert head[1].startswith("training loss")
+    assert head[-1] == "changed          at iteration 3: 1 \u2192 8 ranks"
 
 
 def test_a_resume_is_marked_with_as_many_ranks_too_and_both_phases_lie_on_one_chart() -> None:
@@ -420,7 +433,7 @@ def test_a_resume_is_marked_with_as_many_ranks_too_and_both_phases_lie_on_one_ch
     loss = svgs(page)[0]
     changes = ["".join(path.itertext()) for path in loss.iter("path") if path.attrib["class"] == "change"]
     assert changes == ["iteration 3: resumed", "iteration 7: resumed, 1 -> 8 ranks"]
-    assert "changed          at iteration 3: resumed\n" in page
+    assert "changed          at iteration 3: resumed" in texts_of_head(page)
     assert [line.count("L") for line in lines(loss)] == [6, 2]
     assert [path.attrib["class"] for path in loss.iter("path")][-2:] == ["line", "line third"]
     assert re.findall(r'<span class="key[^"]*">(.*?)</span>', page) == [
@@ -495,3 +508,33 @@ def test_runs_are_named_by_what_their_paths_do_not_share(tmp_path: Path, capsys:
     ]
     assert len(found) == 2
     assert found[0] == found[1], "equal losses lie on each other"
+
+
+def test_a_page_has_the_commands_of_the_starts_and_those_that_may_follow() -> None:
+    """Equal ones in a row once; hostile words are text."""
+    begun = [
+        Start(f"2026-11-2{day}T17:30:14+00:00", ranks, f"megatron-ext pretrain --lr {rate} '<b>'")
+        for day, ranks, rate in (
+            (1, 1, 0.1),
+            (2, 1, 0.1),
+            (3, 8, 0.1),
+            (4, 8, 0.2),
+        )
+    ]
+    page = run_page(of_rows({}), "run", starts=begun, following=["megatron-ext show a"])
+    assert elements(page)
+    commands = page.partition("<h2>Command</h2>")[2]
+    assert re.findall("<p>(.*?)</p>", commands) == [
+        "2026-11-21 17:30 UTC, 1 rank",
+        "2026-11-23 17:30 UTC, 8 ranks",
+        "2026-11-24 17:30 UTC, 8 ranks",
+    ]
+    shown = [html.unescape(command) for command in re.findall("<pre>(.*?)</pre>", commands)]
+    assert shown == [*(start.command for start in (begun[0], begun[2], begun[3])), "megatron-ext show a"]
+
+
+def test_empty_lines_of_a_sample_are_counted_in_the_place_of_many() -> None:
+    texts = ("a\n\nb", "a\n\n\n\n\nb")
+    rows = [{"iteration": at, "samples": [{"prompt": "", "text": text}]} for at, text in enumerate(texts)]
+    page = run_page(RunHistory([GOOD], [], samples=rows), "run")
+    assert [f"</span>{text}</pre>" in page for text in ("a\n\nb", "a\n[4 empty lines]\nb")] == [True, True]

@@ -62,13 +62,13 @@ def test_layers_by_letters_are_the_same() -> None:
             1,
             "names layer 4, but --num-layers is 4, and the last one is 3; use --full-attn-idxs 3",
         ),
-        ("--full-attn-idxs 0 1 2 3", 1, "names all layers, so that none is a gated short convolution; leave it out"),
+        ("--full-attn-idxs 0 1 2 3", 1, "--full-attn-idxs 0 1 2 3 names all layers"),
         ("--full-attn-idxs -1", 1, "--full-attn-idxs -1 is below 0; use 0 or more"),
         ("--full-attn-idxs 1 --hybrid-layer-pattern C-*-", 1, "says what each layer is, but --full-attn-idxs 1"),
         (
             "--full-attn-idxs 1 --experimental-attention-variant kda --linear-attention-freq 2",
             1,
-            "--experimental-attention-variant is kda, which is of some layers, too; leave",
+            "--experimental-attention-variant is kda",
         ),
         ("--full-attn-idxs 1 --tensor-model-parallel-size 7", 7, "--hidden-size 60 is not divisible by --tensor-model"),
         (

@@ -6,9 +6,9 @@ from typing import Any
 
 from megatron_ext.telemetry.metrics import MEASURED_FIELDS
 
-_NEVER_REPEATED = ("exit.json", ".metadata", "manifest.json", ".lock")
-"""Files that hold the time of the end, a random id of the save, its checksum, and the process that saved: no two runs
-write them alike."""
+_NEVER_REPEATED = ("exit.json", "commands.jsonl", ".metadata", "manifest.json", ".lock")
+"""Files that hold the time of the end, times of starts, a random id of the save, its checksum, and the process that
+saved: no two runs write them alike."""
 
 _FIRST = ("iteration", "lm_loss", "validation_loss", "grad_norm")
 
@@ -32,7 +32,7 @@ def first_difference(base: Mapping[str, Any], head: Mapping[str, Any]) -> str | 
 def different_files(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
     """Yield the files, of checkpoints too, that are not equal to the byte or that only one of them has.
 
-    Those of which no two runs write the same bytes are left out: .metadata, manifest.json, exit.json and .lock.
+    Those of which no two runs write the same bytes are left out: `_NEVER_REPEATED`.
     """
     names = []
     for stage, known in base.get("stages", {}).items():

@@ -185,6 +185,8 @@ def ranks_cases(device: str) -> list[Case]:
 
 def test_ranks_are_planned_by_what_they_tell() -> None:
     planned = ranks_cases("cuda")
+    overlapped = [planned.pop(), planned.pop()]
+    assert all("--tp-comm-overlap" in case.command[-1] and case.devices == 2 for case in overlapped)
     half = (len(planned) - 3) // 2
     assert all(case.devices == 1 for case in planned[:3]), "the single ranks, which all others are held against"
     legacy, other = planned[3 : 3 + half], planned[3 + half :]
@@ -251,12 +253,31 @@ def test_layouts_of_several_ranks_can_be_configured(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         configure(["--device", device, *flags.split()])
         started.add(ranks)
-        return [{"lm_loss": 6.0, "grad_norm": 1.0}] * 20 + [{"validation_loss": 6.0}], ""
+        step = {"lm_loss": 6.0, "grad_norm": 1.0, "elapsed_ms": 8.0, **dict.fromkeys(medians)}
+        return [step] * 20 + [{"validation_loss": 6.0}], ""
+
+    medians = ("tokens_per_second", "tflops_per_gpu", "mfu", "peak_memory_bytes")
 
     monkeypatch.setattr(gpu_trial, "metrics", metrics)
     for case in ranks_cases(device):
         gpu_ranks.main(*case.command[2:])
     assert started == {1, 2, 4, 8}
+
+
+def test_a_flag_without_effect_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that do not read each other's memory train as ever, and a time with the flag would be one without it."""
+    said = "warning: --tp-comm-overlap changes nothing on rank 0 and its tensor-parallel ranks: no peer\n"
+    rows = [{"lm_loss": 6.0, "grad_norm": 1.0, "elapsed_ms": 8.0, "tokens_per_second": 9.0, "tflops_per_gpu": None}]
+    rows = [{**rows[0], "mfu": None, "peak_memory_bytes": 1}] * 30
+
+    def metrics(_device: str, flags: str, ranks: int) -> tuple[list[dict[str, Any]], str]:
+        return rows, said if "--tp-comm-overlap" in flags else ""
+
+    monkeypatch.setattr(gpu_trial, "metrics", metrics)
+    found = gpu_ranks.switched("cuda", "--sequence-parallel |--tp-comm-overlap")
+    assert found["without effect"] == said.removeprefix("warning: ").strip()
+    assert (found["off"], found["all steps"]) == (found["on"], 0.0)
+    assert "without effect" not in gpu_ranks.switched("cuda", "--sequence-parallel |--bf16")
 
 
 @pytest.mark.parametrize("what", ["lm_loss", "grad_norm", "validation_loss"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.cost.dry_run import describe
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.train import configure as configuring
 from megatron_ext.train.configure import Configured, configure
@@ -143,3 +144,19 @@ def test_facts_are_left_alone_where_nothing_is_asked_of_the_machine():
 def test_no_line_of_a_description_changes_unseen(title: str) -> None:
     expected = section("planner.txt", f"dry run: {title}")
     assert planner_numbers.dry_run(title).rstrip() == expected, "python tests/golden/regenerate.py"
+
+
+@pytest.mark.parametrize("flags", ["", "--pipeline-model-parallel-size 8 --num-layers 8 --world-size 64"])
+def test_a_report_for_a_screen_fits_it(flags: str) -> None:
+    """Rows of its tables are left out, and it says how many; the first and the last stay."""
+    config = dry(f"{MOCK} {flags}").config
+    whole = describe(config).splitlines()
+    assert describe(config, len(whole)).splitlines() == whole
+    short = describe(config, 20).splitlines()
+    assert len(short) <= 20
+    left_out = [int(line.split()[1]) for line in short if "rows more, which" in line]
+    rows = [line for line in whole if line]
+    shown = [line for line in short if line and "rows more, which" not in line]
+    assert [line for line in rows if line in shown] == shown
+    assert len(rows) == len(shown) + sum(left_out)
+    assert bool(left_out) == bool(flags)

@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from megatron_ext.device.triton import cross_entropy, kernel_choice, norm, rotary, swiglu
+from megatron_ext.device.triton import cross_entropy, kernel_choice, many_tensors, norm, rotary, swiglu
 
 CAPABILITIES = (80, 90, 100)
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[torch.dtype], None]] = {
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Launches that were asked for."""
     made: list[Launch] = []
-    for module in (cross_entropy, norm, rotary, swiglu):
+    for module in (cross_entropy, many_tensors, norm, rotary, swiglu):
         monkeypatch.setattr(
             module, "launch", lambda kernel, grid, *given, **constants: made.append((kernel, grid, given, constants))
         )
@@ -205,6 +205,21 @@ def test_the_loss_of_bf16_logits_is_compiled(capability: int, launches: list[Lau
     assert [launch[0].__name__ for launch in launches] == ["cross_entropy_forward", "cross_entropy_backward"]
     for launch in launches:
         check(launch, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_updates_of_many_tensors_are_compiled(capability: int, launches: list[Launch], tmp_path: Path) -> None:
+    """Their sums are one instruction with the product before, as torch's own kernels have it."""
+    tensors, number = [torch.empty(5), torch.empty(7)], torch.empty(())
+    many_tensors.scale_(tensors, number)
+    many_tensors.lerp_(tensors, tensors, number)
+    assert [launch[0].__name__ for launch in launches] == ["scale_many", "lerp_many"]
+    for launch in launches:
+        check(launch, capability, tmp_path)
+        assert products_in_32_bits(launch) == []
+    source, options = source_of(launches[1])
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert "fma.rn.f32" in compiled.asm["ptx"]
 
 
 # Slow: every kernel, type and GPU; the test above compiles the largest norm for one.

@@ -115,7 +115,7 @@ def test_a_terminal_sees_that_steps_go_on_between_logged_ones(tmp_path: Path) ->
     training = program(str(tmp_path / "slow.py"), *flags, python=python, stdout=its, stderr=its)
     os.close(its)
     shown = shown_by(training, ours)
-    alive = re.findall(rb"\r\x1b\[Kstep ( *\d+)/12\r", shown)
+    alive = re.findall(rb"\r\x1b\[Kstep ( *\d+)/12 \[#*-*\]\r", shown)
     assert 0 < len(alive) < 12
     assert [int(at) for at in alive] == sorted({int(at) for at in alive})
     assert b"\ntrained  12 of 12 steps\r\n" in shown

@@ -51,6 +51,7 @@ ROW: dict[str, Any] = {
     "params_norm": 27.5,
     "time_shares": {"compute": 0.5, "communication": 0.3, "idle": 0.2},
     "slowest_rank": {"rank": 30, "ratio": 31.5, "slow": [4, 5, 6]},
+    "cpu_ms": 1925.0,
     "world_size": 32,
     "resumed_at": 6,
     "consumed_by_source": {"a": {"samples": 33, "tokens": 34, "epochs": 0.35}},

@@ -17,9 +17,10 @@ from megatron_ext.config.derived.rank_order import axis_sizes
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import TrainingError
-from megatron_ext.plugins.pages.loss_curve import RunHistory, loss_chart, read_history, saved_values, summary
+from megatron_ext.plugins.pages.loss_curve import RunHistory, loss_chart, named, read_history, saved_values, summary
 from megatron_ext.plugins.pages.run_page import losses_picture, run_page, runs_page
 from megatron_ext.telemetry.banner import described
+from megatron_ext.telemetry.commands_file import starts
 from megatron_ext.terminal import say
 from megatron_ext.untrusted.text import TextError, load_json, read_file
 
@@ -32,6 +33,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--files", nargs="+", default=[], metavar="FILE", help="with --html and one run: what it links to"
     )
+    parser.add_argument(
+        "--next", nargs="+", default=[], metavar="COMMAND", help="with --html and one run: commands that it ends with"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the training losses")
     options = parser.parse_args(argv)
     runs = {name: read_history(run) for name, run in named(options.runs).items()}
@@ -43,7 +47,7 @@ def main(argv: list[str]) -> int:
         say("\n".join(summary(history)))
     if options.html is not None:
         files = [os.path.relpath(file, options.html.parent) for file in options.files]
-        write_output("--html", options.html, _page(runs, options.runs[0], files))
+        write_output("--html", options.html, _page(runs, options.runs[0], files, options.next))
         say(f"page             {options.html}")
     if options.svg is not None:
         write_output("--svg", options.svg, losses_picture(runs))
@@ -51,17 +55,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def named(runs: list[Path]) -> dict[str, Path]:
-    """Return the runs by the ends of their paths in which they differ; one alone by the last two parts of its path."""
-    folders = [run.parent if run.name == "metrics.jsonl" else run for run in runs]
-    depth = next(
-        (n for n in range(1 + (len(runs) == 1), 99) if len({each.parts[-n:] for each in folders}) == len(set(folders))),
-        99,
-    )
-    return {str(Path(*folder.parts[-depth:])): run for folder, run in zip(folders, runs, strict=True)}
-
-
-def _page(runs: dict[str, RunHistory], first: Path, files: list[str]) -> str:
+def _page(runs: dict[str, RunHistory], first: Path, files: list[str], following: list[str]) -> str:
     if len(runs) > 1:
         return runs_page(runs)
     [(name, history)] = runs.items()
@@ -70,13 +64,25 @@ def _page(runs: dict[str, RunHistory], first: Path, files: list[str]) -> str:
     layout = config.layout if config is not None else None
     if layout is not None and prod(axis_sizes(layout)) != ranks:
         layout = None  # of a checkpoint that the latest ranks did not write
-    return run_page(history, name, facts=_facts(first, config), layout=layout, files=files)
+    return run_page(
+        history,
+        name,
+        facts=_facts(first, config),
+        layout=layout,
+        starts=starts(_folder(first)),
+        files=files,
+        following=following,
+    )
+
+
+def _folder(run: Path) -> Path:
+    return run if run.is_dir() else run.parent
 
 
 def _config(run: Path, ranks: int) -> Config | None:
     """Return the configuration saved in the run's newest checkpoint, resolved for `ranks` ranks; None where it cannot
     be read."""
-    folder = run if run.is_dir() else run.parent
+    folder = _folder(run)
     with contextlib.suppress(TrainingError, OSError):  # a page without it is better than none
         values = saved_values(folder / "metrics.jsonl")
         return resolve(values, Facts(world_size=ranks)) if values else None
@@ -85,7 +91,7 @@ def _config(run: Path, ranks: int) -> Config | None:
 
 def _facts(run: Path, config: Config | None) -> list[str]:
     """Return lines on what the run trained, and how it ended; files that are missing or unreadable give no line."""
-    folder = run if run.is_dir() else run.parent
+    folder = _folder(run)
     facts = {} if config is None else described(config)
     with contextlib.suppress(TrainingError, TextError, OSError, LookupError, TypeError):
         end = load_json(read_file(folder / "exit.json", 1 << 16))

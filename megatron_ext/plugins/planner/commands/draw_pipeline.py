@@ -10,7 +10,6 @@
 
 import itertools
 import shutil
-import sys
 from pathlib import Path
 
 from megatron_ext.checkpoint.native.resume import look
@@ -27,7 +26,7 @@ from megatron_ext.plugins.planner.timeline import Timeline
 from megatron_ext.plugins.planner.timeline_svg import as_page, as_picture
 from megatron_ext.plugins.planner.timeline_text import COLOURS, as_text
 from megatron_ext.rules.validate import problems
-from megatron_ext.terminal import say
+from megatron_ext.terminal import in_colour, say
 from megatron_ext.train.configure import gather_facts
 
 
@@ -45,7 +44,7 @@ def main(argv: list[str]) -> int:
     else:
         timeline = _simulated(training, options.world_size, options.device, options.gpus_per_node, options.microbatches)
     width = options.width or shutil.get_terminal_size((100, 24)).columns
-    say("\n".join(as_text(timeline, width, colour=sys.stdout.isatty())), colours=COLOURS)
+    say("\n".join(as_text(timeline, width, colour=in_colour())), colours=COLOURS)
     if options.html is not None:
         write_output("--html", options.html, as_page(timeline))
     if options.svg is not None:

@@ -15,7 +15,6 @@ What is in a .bin/.idx pair: counts, lengths, the tokens of one document, and a 
 """
 
 import itertools
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from megatron_ext.data.mask import Mask
 from megatron_ext.data.stored import exists, open_bin
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plugins.pages import charts
-from megatron_ext.terminal import printable, say, warn
+from megatron_ext.terminal import in_colour, printable, say, warn
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
@@ -189,10 +188,11 @@ def sample(argv: list[str]) -> None:
         "--color",
         choices=("auto", "always", "never"),
         default="auto",
-        help="with --assistant-only-loss, show what is trained on in green (auto: on a terminal), else in ⟦ ⟧",
+        help="with --assistant-only-loss, show what is trained on in green (auto: on a terminal, unless NO_COLOR is "
+        "set), else in ⟦ ⟧",
     )
     options, flags = parser.parse_known_args(argv)
-    is_terminal = options.color == "auto" and sys.stdout.isatty()
+    is_coloured = options.color == "always" or (options.color == "auto" and in_colour())
     # As a dry run, for which --world-size, or that of --config, counts and not the ranks of this process.
     configured = configure([*flags, "--dry-run"])
     config = configured.config
@@ -212,7 +212,7 @@ def sample(argv: list[str]) -> None:
         say(f"--- sample {position}: window {window.number} of {samples.sources[window.source].name}")
         content = samples[position]
         if config.data.assistant_only_loss:
-            say(shown(tokenizer, content, in_color=options.color == "always" or is_terminal), colours=COLOURS)
+            say(shown(tokenizer, content, in_color=is_coloured), colours=COLOURS)
         else:
             say(tokenizer.decode([int(token) for token in content["tokens"]]))
 

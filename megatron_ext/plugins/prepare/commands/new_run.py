@@ -3,13 +3,16 @@
     megatron-ext new my-run --text FOLDER --minutes 30
 
 The folder has text files or .jsonl, as `megatron-ext preprocess` reads them. The model is the largest of a few that
-sees enough tokens in the time given, by steps that are measured first. A training that is slower than these is asked to
-save and stop in time. All that is made lies in my-run: `run.yaml` has the training's flags, which
+sees enough tokens in the time given, by steps that are measured first. They are measured again while it trains: where
+the machine has become slower, the training saves, and goes on with fewer steps, over which the learning rate falls to
+its end. All that is made lies in my-run: `run.yaml` has the training's flags, which
 `megatron-ext pretrain --config my-run/run.yaml --load my-run/checkpoints` goes on with. Where a part has failed after
 the first checkpoint, the same command goes on from the newest.
 Exit codes: 0 done, 64 the flags cannot work, else that of the part that failed, which has said why.
 """
 
+import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -24,12 +27,14 @@ import yaml
 
 from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.commandline import ToolParser
+from megatron_ext.config.derived.optimizers import OPTIMIZERS
+from megatron_ext.config.parse.config_file import read_yaml
 from megatron_ext.durable import replace_text
-from megatron_ext.errors import ConfigurationError, StoppedBySignal
+from megatron_ext.errors import ConfigurationError, StoppedBySignal, TrainingError
 from megatron_ext.plugins.pages.loss_curve import read_history
 from megatron_ext.plugins.prepare.inputs import EXTENSIONS, InputFile, find_files
 from megatron_ext.resilience.signals import STOP_FILE
-from megatron_ext.terminal import note, say, warn
+from megatron_ext.terminal import heading, note, say, warn
 from megatron_ext.untrusted.text import load_json, read_file
 
 _PARTS = ("tokenizer", "tokens", "size of the model", "training", "export to Hugging Face", "a sample", "the page")
@@ -41,6 +46,15 @@ _MOST_EPOCHS = 4  # more helps less and less (Muennighoff et al. 2023, arXiv:230
 _LAST_MADE = "report.html"
 _FEWEST_STEPS, _MEASURED, _BATCH = 20, 6, 16
 _MOST_MEASURING = 0.1  # of what is left for the training may go into trying another size
+_EACH = 1.0  # seconds between two looks at how far the training is
+_LATE = 1.15  # times what is left, as long as which the steps to go may take before they become fewer
+_LOOKS_AFTER = 0.1  # of the steps, once they are done, or of the time, whichever comes first
+_MOST_SHORTENINGS = 3
+_OF_OPTIMIZER: dict[str, dict[str, Any]] = {
+    # docs/experiments.md; four times the rate of AdamW.
+    "muon": {"muon_nesterov": True, "muon_scale_mode": "spectral", "muon_extra_scale_factor": 0.2, "lr": 4.0},
+}
+"""Flags that go with an optimizer; `lr` is a factor of the rate."""
 
 
 class Size(NamedTuple):
@@ -71,6 +85,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     parser.add_argument("--json-keys", default="text", metavar="KEY", help="key of .jsonl that holds the text")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="tokenizer's entries; default: by the text's size")
+    parser.add_argument(
+        "--on-error", choices=("fail", "skip", "log"), default="fail", help="what to do with a document that is bad"
+    )
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="update rule of the training")
+    parser.add_argument("--lr", type=float, metavar="RATE", help="peak learning rate; default: by size and optimizer")
     options = parser.parse_args(argv)
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes} must be above 0")
@@ -80,10 +99,10 @@ def main(argv: list[str]) -> int:
         _require_unfinished(options.run, files)
     size = sum(file.size() or 0 for file in files)
     options.run.mkdir(parents=True, exist_ok=goes_on)
-    inputs = [options.text, "--json-keys", options.json_keys]
+    inputs = [options.text, "--json-keys", options.json_keys, "--on-error", options.on_error]
     inputs += ["--extensions", *options.extensions] if options.extensions else []
     vocabulary = options.vocab_size or min(8192, max(512, 1 << (size // 400).bit_length()))
-    making = _Making(options.run, inputs, options.json_keys, options.minutes * 60, options.device, vocabulary)
+    making = _Making(options, inputs, vocabulary)
     try:
         return making.all_of_it(goes_on)
     except BaseException:
@@ -111,12 +130,13 @@ def _manifest(run: Path) -> dict[str, Any]:
 
 
 class _Making:
-    def __init__(self, run: Path, inputs: list[object], key: str, seconds: float, device: str | None, vocabulary: int):
-        self._run, self._inputs, self._seconds = run, inputs, seconds
-        self._data, self._saved = run / f"text_{key}_document", run / "checkpoints"
-        self._device = [] if device is None else ["--device", device]
-        self._vocabulary = vocabulary
-        self._start, self._until = _USUAL_START, seconds
+    def __init__(self, options: argparse.Namespace, inputs: list[object], vocabulary: int):
+        run, self._seconds = options.run, options.minutes * 60
+        self._run, self._inputs, self._vocabulary = run, inputs, vocabulary
+        self._data, self._saved = run / f"text_{options.json_keys}_document", run / "checkpoints"
+        self._device = [] if options.device is None else ["--device", options.device]
+        self._optimizer, self._rate = options.optimizer, options.lr
+        self._start, self._until = _USUAL_START, self._seconds
         self._begun = time.monotonic()
 
     def all_of_it(self, goes_on: bool) -> int:
@@ -131,9 +151,17 @@ class _Making:
         self._part(5)
         self._tool("sample", "--model", run / "hf", "--prompt", "The", "--max-new-tokens", 100)
         self._part(6)
-        self._tool("show", saved, "--html", run / _LAST_MADE, "--files", *sorted(run.iterdir()))
+        following = [
+            f"megatron-ext generate --load {saved} --prompts 'Once upon a time'",
+            f"megatron-ext pretrain --config {run}/run.yaml --load {saved} --save {saved} --train-iters N "
+            "--override-opt-param-scheduler",
+            f"megatron-ext new another-run --text {self._inputs[0]} --minutes {2 * self._seconds / 60:g}",
+            f"megatron-ext compare {saved} another-run/checkpoints",
+        ]
+        page = ["--html", run / _LAST_MADE, "--files", *sorted(run.iterdir()), "--next", *following]
+        self._tool("show", saved, *page)
         say(f"Done in {self._elapsed():.0f} s. {run}: run.yaml, tokenizer, checkpoints, hf, report.html. Next:")
-        say(f"  megatron-ext generate --load {saved} --prompts 'Once upon a time'")
+        say("\n".join(f"  {command}" for command in following))
         return 0
 
     def _planned(self) -> str:
@@ -190,22 +218,76 @@ class _Making:
         return min(int(self._room() / step), _MOST_EPOCHS * tokens // (shape.length * _BATCH))
 
     def _train(self, goes_on: bool) -> None:
-        """Train, and ask for a save and a stop where the rest would else end too late."""
-        load = ["--load", self._saved] if goes_on else []
-        words = ["pretrain", "--config", self._run / "run.yaml", *self._device, "--save", self._saved, *load]
-        training = self._started(words)
-        stops_at = self._until - (_STARTS - 1) * self._start
-        try:
-            code = _ended(training, max(0.0, stops_at - self._elapsed()))
-        except subprocess.TimeoutExpired:
+        """Train; with fewer steps from where it is, where the rest would else end too late."""
+        for shortened in range(_MOST_SHORTENINGS + 1):
+            load = ["--load", self._saved] if goes_on or shortened else []
+            words = ["pretrain", "--config", self._run / "run.yaml", *self._device, "--save", self._saved, *load]
+            training = self._started(words)
+            steps = self._steps_in_time(training) if shortened < _MOST_SHORTENINGS else None
+            code = _ended(training, max(0.0, self._stops_at - self._elapsed())) if steps is None else None
+            if code is None:
+                code = self._stopped(training)
+            if code:
+                raise SystemExit(code)
+            if steps is None:
+                return
+            replace_text(self._run / "run.yaml", yaml.safe_dump(self._with_steps(steps), sort_keys=False))
+
+    @property
+    def _stops_at(self) -> float:
+        """Seconds after the beginning at which the training has to end, so that the other parts end in time."""
+        return self._until - (_STARTS - 1) * self._start
+
+    def _steps_in_time(self, training: subprocess.Popen[bytes]) -> int | None:
+        """Wait while the training keeps its time; return the steps that it can do in all where it does not, or None
+        where it has ended, or where none of what is left is worth another start."""
+        planned, begun = read_yaml(str(self._run / "run.yaml"))["train_iters"], self._elapsed()
+        before = self._steps_done()  # by an earlier start
+        first: tuple[int, float] | None = None
+        while training.poll() is None and self._elapsed() < self._stops_at:
+            if _ended(training, _EACH) is not None:
+                return None
+            done, now = self._steps_done(), self._elapsed()
+            if done is None or done == before:
+                continue
+            first = first or (done, now)  # what comes before is the start, and a first step that compiles
+            steps, seconds = done - first[0], now - first[1]
+            enough = steps >= max(2, _LOOKS_AFTER * planned) or now - begun >= _LOOKS_AFTER * (self._stops_at - begun)
+            left = self._stops_at - now
+            if not enough or steps < 2 or (planned - done) * seconds / steps <= _LATE * left:
+                continue
+            more = int((left - self._start) * _SHARE * steps / seconds)
+            if more < max(_FEWEST_STEPS, done // 10):
+                return None
+            warn(
+                f"a step takes {seconds / steps:.3f} s by now: the training goes on with {done + more:,} steps in the "
+                f"place of {planned:,}, to end in time"
+            )
+            return done + more
+        return None
+
+    def _steps_done(self) -> int | None:
+        """Return the last logged step of this training; None before there is one."""
+        with contextlib.suppress(TrainingError, OSError):
+            return read_history(self._saved).steps[-1]["iteration"]
+        return None
+
+    def _with_steps(self, steps: int) -> dict[str, Any]:
+        """Return the flags of the training with another number of steps."""
+        known = read_yaml(str(self._run / "run.yaml"))
+        # The checkpoint was saved on the way to another number.
+        return {**known, "train_iters": steps, "override_opt_param_scheduler": True}
+
+    def _stopped(self, training: subprocess.Popen[bytes]) -> int:
+        """Ask the training to save and stop; return its exit code, 0 where it has."""
+        if self._elapsed() >= self._stops_at:
             warn(f"training is slower than was measured: it stops here, to end after {self._until / 60:.1f} minutes")
-            self._saved.mkdir(exist_ok=True)
-            (self._saved / STOP_FILE).touch()
-            code = _ended(training)
-            (self._saved / STOP_FILE).unlink(missing_ok=True)  # where it had ended by itself
-            code = 0 if code == StoppedBySignal.exit_code and saved_iterations(self._saved) else code
-        if code:
-            raise SystemExit(code)
+        self._saved.mkdir(exist_ok=True)
+        (self._saved / STOP_FILE).touch()
+        code = _ended(training)
+        (self._saved / STOP_FILE).unlink(missing_ok=True)  # where it had ended by itself
+        assert code is not None
+        return 0 if code == StoppedBySignal.exit_code and saved_iterations(self._saved) else code
 
     def _flags(self, shape: Size, steps: int) -> dict[str, Any]:
         # Documents are not divided: of a few, one is a large share, and one alone is needed for the training.
@@ -218,7 +300,7 @@ class _Making:
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": str(self._run / "tokenizer"),
             "train_iters": steps,
-            "lr": 2e-3 if shape.hidden < 256 else 1e-3,
+            **self._update(shape),
             "min_lr": 1e-4,
             "lr_decay_style": "cosine",
             "lr_warmup_iters": max(1, steps // 20),
@@ -231,11 +313,19 @@ class _Making:
             "save_interval": max(each, steps // 2),
         }
 
+    def _update(self, shape: Size) -> dict[str, Any]:
+        """Return the flags of the optimizer."""
+        own = {"lr": 1.0, **_OF_OPTIMIZER.get(self._optimizer, {})}
+        usual = own["lr"] * (2e-3 if shape.hidden < 256 else 1e-3)
+        return {"optimizer": self._optimizer, **own, "lr": usual if self._rate is None else self._rate}
+
     def _step_seconds(self, shape: Size) -> float:
         """Return the seconds of the fastest of a few steps, of synthetic tokens."""
         with tempfile.TemporaryDirectory() as folder:
             file, rows = Path(folder) / "run.yaml", Path(folder) / "metrics.jsonl"
-            file.write_text(yaml.safe_dump({**_shape(shape), "lr": 1e-3, "train_iters": _MEASURED}), encoding="utf-8")
+            file.write_text(
+                yaml.safe_dump({**_shape(shape), **self._update(shape), "train_iters": _MEASURED}), encoding="utf-8"
+            )
             synthetic = ["--mock-data", "--vocab-size", self._vocabulary, "--eval-iters", 0, "--log-interval", 1]
             flags = ["--config", file, *self._device, *synthetic, "--metrics-file", rows]
             self._tool("pretrain", *flags, quiet=True)
@@ -259,17 +349,20 @@ class _Making:
         left = self._seconds - self._elapsed()
         clock = f"at most {left / 60:.1f} minutes left" if left > 0 else f"{-left:.0f} s over --minutes"
         head = f"{number + 1}/{len(_PARTS)} {_PARTS[number]}{f': {remark}' if remark else ''}"
-        say(f"\n== [{self._elapsed():3.0f} s, {clock}] {head}")
+        say()
+        heading(f"== [{self._elapsed():3.0f} s, {clock}] {head}")
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._begun
 
 
-def _ended(program: subprocess.Popen[bytes], seconds: float | None = None) -> int:
-    """Return the exit code of a program; after Ctrl-C, which the program gets, too, once it has saved its
-    checkpoint."""
+def _ended(program: subprocess.Popen[bytes], seconds: float | None = None) -> int | None:
+    """Return the exit code of a program, or None where it has not ended in so many seconds; after Ctrl-C, which the
+    program gets, too, once it has saved its checkpoint."""
     try:
         return program.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
     except KeyboardInterrupt:
         program.wait()
         raise

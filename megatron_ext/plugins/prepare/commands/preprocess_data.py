@@ -17,6 +17,7 @@ Takes flags of Megatron-LM's preprocess_data.py that have no bearing here, or re
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Iterator
 
@@ -26,7 +27,7 @@ from megatron_ext.plugins.prepare.conversations import DATA_FORMATS
 from megatron_ext.plugins.prepare.inputs import EXTENSIONS
 from megatron_ext.plugins.prepare.journal import Progress
 from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
-from megatron_ext.terminal import note, warn
+from megatron_ext.terminal import bar, note, status, warn
 from megatron_ext.tokenizer.chat_templates import TEMPLATES
 from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 
@@ -126,28 +127,44 @@ def make_parser() -> ToolParser:
     )
     add("--plain-tokenizer", action="store_true", help="do not look for a faster tokenizer that gives the same ids")
     add("--commit-interval", type=float, default=2.0, metavar="SECONDS", help="time between two notes of how far it is")
-    add("--log-interval", type=int, default=1000, metavar="N", help="documents between two progress lines")
+    add("--log-interval", type=int, default=1000, metavar="N", help="documents between two progress lines of a log")
     add_old_flags(parser)
     return parser
 
 
+_EACH = 0.5  # seconds between two states of a terminal's bar
+
+
 class _ProgressLine:
-    """Prints the rate and the time left every `interval` documents, to the standard error output."""
+    """Prints the rate and the time left every `interval` documents, to the standard error output; in a terminal it
+    shows a bar in the last line instead."""
 
     def __init__(self, interval: int):
         self._interval = interval
         self._start = time.perf_counter()
         self._begun: Progress | None = None  # what an earlier run had done, which is no merit of this one
         self._next = 0
+        self._shown = self._start
 
     def __call__(self, progress: Progress) -> None:
         if self._begun is None:
             self._begun = progress
+        elif sys.stdout.isatty():
+            self._show(progress)
+            return
         elif progress.documents >= self._next:
             self.print("processed", progress)
         else:
             return
         self._next = progress.documents - progress.documents % self._interval + self._interval
+
+    def _show(self, progress: Progress) -> None:
+        now = time.perf_counter()
+        if now - self._shown >= _EACH:
+            self._shown = now
+            left = _time_left(self._begun or Progress(), progress, now - self._start)
+            share = f"{bar(progress.bytes_read / progress.bytes_total)} " if progress.bytes_total else ""
+            status(f"encoding {share}{progress.documents:,} documents, {progress.tokens:,} tokens{left}")
 
     def print(self, verb: str, progress: Progress) -> None:
         elapsed = time.perf_counter() - self._start

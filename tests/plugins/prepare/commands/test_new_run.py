@@ -1,5 +1,6 @@
 """One command makes a model of a folder of text, with everything that belongs to it."""
 
+import json
 import re
 import shutil
 import sys
@@ -32,10 +33,13 @@ def text(tmp_path: Path) -> Path:
 def test_a_model_of_a_folder_of_text(
     text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In almost no time: the smallest model and the fewest steps, and all parts of it."""
+    """In almost no time: the smallest model and the fewest steps, and all parts of it; without the document that is
+    bad, by Muon."""
     run = tmp_path / "mine"
+    (text / "bad.jsonl").write_text('{"text": "good"}\n{"body": "of another key"}\n')
     monkeypatch.setattr(sys, "executable", warm_python(tmp_path / "bin")["PYTHON_EXEC"])
-    assert new_run.main([str(run), "--text", str(text), "--minutes", "0.01", "--device", "cpu"]) == 0
+    words = [str(run), "--text", str(text), "--minutes", "0.01", "--device", "cpu", "--extensions", ".txt", ".jsonl"]
+    assert new_run.main([*words, "--on-error", "skip", "--optimizer", "muon"]) == 0
     said, warned = capfd.readouterr()
     assert re.search(r"--minutes 0\.01 is too few for a training here: .* takes about [1-9]?\d\.\d minutes", warned)
     assert [line.split("] ")[1].split(":")[0] for line in said.splitlines() if line.startswith("== [")] == [
@@ -43,9 +47,17 @@ def test_a_model_of_a_folder_of_text(
     ]
     values = yaml.safe_load((run / "run.yaml").read_text())
     assert (values["hidden_size"], values["train_iters"]) == (64, 20)
+    assert (values["optimizer"], values["lr"], values["muon_nesterov"]) == ("muon", 8e-3, True)
+    assert ", 1 left out" in warned
     assert (run / "hf/model.safetensors").is_file()
     assert (run / "checkpoints/exit.json").is_file()
-    assert "4 layers of width 64" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "4 layers of width 64" in page
+    assert "muon, learning rate 0.008" in page
+    assert page.count('<span class="prompt">The</span>') == 2, "after half of the steps, and at the end"
+    for command in ("generate --load", "pretrain --config", "new another-run", "compare"):
+        assert f"<pre>megatron-ext {command} " in page.partition("<h2>Next</h2>")[2]
+        assert f"\n  megatron-ext {command} " in said
     assert "largest difference of logits to transformers" in said
     assert said.count("\nvalidation loss  ") == 1
     assert re.search(r"== \[ *\d+ s, \d+ s over --minutes\] 7/7 the page", said)
@@ -83,6 +95,35 @@ def test_it_ends_in_time_and_an_unfinished_try_is_taken_up(
     assert "4/7 training: going on from the newest checkpoint" in capfd.readouterr().out
     assert stopped < saved_iterations(run / "checkpoints")[-1] < 20_000
     assert (run / "report.html").exists()
+
+
+def test_a_training_that_is_too_slow_goes_on_with_fewer_steps(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With twenty thousand in the place of the steps that fit in half a minute."""
+    run, flags = tmp_path / "mine", new_run._Making._flags
+    monkeypatch.setattr(sys, "executable", warm_python(tmp_path / "bin")["PYTHON_EXEC"])
+    monkeypatch.setattr(new_run, "SIZES", new_run.SIZES[:1])
+    monkeypatch.setattr(new_run._Making, "_steps", lambda self, shape, step, tokens: 20_000)
+    monkeypatch.setattr(
+        new_run._Making, "_flags", lambda self, shape, steps: flags(self, shape, steps) | {"log_interval": 5}
+    )
+    assert new_run.main([str(run), "--text", str(text), "--minutes", "0.8", "--device", "cpu"]) == 0
+    warned = capfd.readouterr().err
+    told = re.search(r"the training goes on with ([\d,]+) steps in the place of 20,000", warned)
+    assert told is not None, warned
+    values = yaml.safe_load((run / "run.yaml").read_text())
+    assert 20 < values["train_iters"] < 20_000
+    assert values["override_opt_param_scheduler"]
+    starts = [json.loads(line)["command"] for line in (run / "checkpoints/commands.jsonl").read_text().splitlines()]
+    assert len(starts) > 1
+    assert "--load" not in starts[0]
+    assert "--load" in starts[1]
+    if "it stops here" not in warned:  # and the machine did not become slower once more
+        rows = [json.loads(line) for line in (run / "checkpoints/metrics.jsonl").read_text().splitlines()]
+        last = [row for row in rows if "lm_loss" in row][-1]
+        assert saved_iterations(run / "checkpoints")[-1] == values["train_iters"]
+        assert last["learning_rate"] < 3e-4, "it has fallen to its end"
 
 
 def test_a_try_that_fails_leaves_no_folder(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ def test_tokenizers_of_forks_are_refused_with_what_to_use():
         parse(["--tokenizer-type", "Llama3Tokenizer"])
 
 
-@pytest.mark.parametrize("flag", ["--tp-comm-overlap", "--enable-zbh1-pipeline", "--cpu-offloading-num-layers 4"])
+@pytest.mark.parametrize("flag", ["--delay-wgrad-compute", "--enable-zbh1-pipeline", "--cpu-offloading-num-layers 4"])
 def test_what_would_save_time_or_memory_is_said_to_save_none(flag: str):
     (warning,) = parse(shlex.split(flag)).warnings
     assert warning.startswith(f"{flag.split()[0]} saves nothing here: ")

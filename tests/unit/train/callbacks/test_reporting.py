@@ -87,7 +87,7 @@ def test_sinks_of_steps_get_the_step_alone() -> None:
 def test_the_seconds_of_steps_that_overlap_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third step begins after a pause of 100 seconds in which something else was done."""
     now = [0.0]
-    replace_in(monkeypatch, reporting, "time", perf_counter=lambda: now[0])
+    replace_in(monkeypatch, reporting, "time", perf_counter=lambda: now[0], process_time=lambda: now[0] / 2)
     log, result = Sink(), StepResult(1.0, 64, 4, True, 0.5, 1.0, None)
     heard = [("begin", 1.0), ("begin", 2.0), ("end", 1.0), ("end", 3.0), ("pause", 100.0), ("begin", 1.0), ("end", 5.0)]
     with built() as run:
@@ -103,6 +103,7 @@ def test_the_seconds_of_steps_that_overlap_are_counted_once(monkeypatch: pytest.
     [row] = log.written
     assert row.iteration == 4
     assert row.elapsed_ms == pytest.approx(1000.0 * 13.0 / 3)
+    assert row.cpu_ms == pytest.approx(500.0 * 13.0 / 3), "the processor worked half of the time"
 
 
 class OwnError(Exception):
