@@ -19,8 +19,8 @@ def overlaps(config: Config) -> bool:
 
 def in_the_way(config: Config) -> str | None:
     """Return why the flag changes nothing; None if it does."""
-    if asked := next(filter(None, (formats.asked(config) for formats in brought("product_formats"))), None):
-        return f"{asked} rounds what products gather first"
+    for flag in filter(None, (formats.asked(config) for formats in brought("product_formats"))):
+        return f"products of {flag} round what they gather first"
     if config.model.transformer_impl == "transformer_engine":
         return "with --transformer-impl transformer_engine the linear layers are not ours"
     return None

@@ -45,7 +45,7 @@ from tests.support.small_models import config_with
             {"layout": {"tp_comm_overlap": True}, "training": {"fp8_format": "hybrid"}},
             {},
             None,
-            ["--tp-comm-overlap changes nothing here: --fp8-format hybrid rounds"],
+            ["--tp-comm-overlap changes nothing here: products of --fp8-format hybrid"],
         ),
         (
             {"layout": {"tp_comm_overlap": True}, "model": {"transformer_impl": "transformer_engine"}},
