@@ -266,7 +266,7 @@ def test_config_json_has_sizes_that_are_not_the_usual_ones() -> None:
     [
         (
             {"model_type": "bert"},
-            '"bert" is not supported; use one of afmoe, apertus, arcee, aria_text, bamba, bloom, codegen, cohere, ',
+            '"bert" is not supported; use one of afmoe, apertus, arcee, aria_text, axk1, bamba, biogpt, bloom, ',
         ),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "every expert has the weight 1"),
         (
@@ -324,7 +324,7 @@ def test_an_unknown_type_is_refused_with_every_type_the_nearest_and_the_page(tmp
         "llama4_txt": "llama4_text",
         "qwen3_mo": "qwen3_moe",
     }
-    assert 'model_type "hy_v4" is not supported' in refused("hy_v4")
+    assert 'model_type "xyz_v4" is not supported' in refused("xyz_v4")
     for kind, near in nearest.items():
         assert f'model_type "{kind}" is not supported (the nearest is {near}); use one of ' in refused(kind)
     said = refused(None)

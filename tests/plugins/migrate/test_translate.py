@@ -171,10 +171,10 @@ def test_the_trainers_order_of_precedence() -> None:
 
 def test_a_flag_that_this_version_refuses_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert translate("accelerate", {"mixed_precision": "fp8"}).command["--fp8-format"] == "hybrid"
-    monkeypatch.setitem(MIXED_PRECISION.by_value, "fp4", Flags("--bf16 --fp4-format e2m1"))  # pyright: ignore
+    monkeypatch.setitem(MIXED_PRECISION.by_value, "fp4", Flags("--bf16 --mtp-standalone"))  # pyright: ignore
     key = next(key for key in translate("accelerate", {"mixed_precision": "fp4"}).keys)
     assert key.became == "refused"
-    assert "--fp4-format e2m1 is not supported" in key.reason
+    assert "--mtp-standalone is not supported" in key.reason
 
 
 def test_unknown_values_are_named() -> None:

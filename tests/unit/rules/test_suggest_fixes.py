@@ -133,6 +133,7 @@ OF_FACTS = {
     "samples_to_skip_can_be_read",
     "vocabulary_covers_the_tokenizer",
     "model_is_the_one_to_load",
+    "model_can_be_exported",
     "load_names_checkpoints",
     "model_is_that_of_the_checkpoint",
     "moments_are_kept_as_in_the_checkpoint",
