@@ -169,8 +169,8 @@ def _around(outer: Mapping[str, Any]) -> list[str]:
 
 
 def _outer_conflicts(outer: Mapping[str, Any], reading: Reading) -> Iterator[str]:
-    """Yield the keys next to `text_config` that its text model has with another value, or does not have: transformers
-    reads the inner one, or its default."""
+    """Yield a problem for each key next to `text_config` that the text model knows and whose value inside differs or is
+    missing: transformers reads the inner value, or its default."""
     understood, own = reading.understood, reading.content
     for key, value in outer.items():
         if key in understood and key not in _READ_AROUND and value is not None and own.get(key) != value:
