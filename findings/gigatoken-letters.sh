@@ -6,6 +6,7 @@
 # Guessed before measuring: 5,000 (Oniguruma's table of letters is older than that of Rust's regex), and none. Measured:
 # none, and 4,644, from U+088F to U+33479: gigatoken's table is of a newer Unicode. A corpus that holds scripts of the
 # last release gets other ids by the fast encoder than by the one that serves the model.
+# Two readers, asked blindly: 9,263 and none; none and about 4,700, which is right.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

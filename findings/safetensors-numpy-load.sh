@@ -6,6 +6,7 @@
 # Expected: the same answer for both functions, and what is written is read. Measured: bfloat16 is read by load_file
 # alone (`load` ends in KeyError 'BF16'); float8_e4m3fn, float8_e5m2 and float8_e8m0fnu are written and read by neither:
 # load_file looks the type up in numpy itself, which has none. float4_e2m1fn is refused when it is written.
+# Two readers, asked blindly: one had the two fp8 types read by load_file, the other had all right.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

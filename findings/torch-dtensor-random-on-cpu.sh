@@ -7,6 +7,7 @@
 # of its own). Measured: `rand` and
 # `randn` raise an AssertionError without a text, the other two repeat the first rank's two rows four times; no warning
 # is given by nn.init. A CPU rehearsal of a sharded model therefore starts from weights of a quarter of their rank.
+# Two readers, asked blindly: two rows after each of the three, by both: `rand` does not run.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -7,6 +7,7 @@
 # Expected: with none, for asking is no step. Measured: Spel 8.03, ObliqueSGD 8, ObliqueAdam 8; 21 others keep them to
 # the bit. The function takes a step with a rate of 0 and gradients of zero where there is no state yet, and those three
 # project the weights after every step, whatever the rate is.
+# Two readers, asked blindly: Spel alone; all three, which is right.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

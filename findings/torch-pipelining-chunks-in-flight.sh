@@ -7,6 +7,7 @@
 # Guessed before measuring: ZBVZeroBubble 8 everywhere, DualPipeV 9 everywhere. Measured: InterleavedZeroBubble 8, 7, 6, 5 (and 8
 # everywhere where one counts until the weights' gradient), DualPipeV 8, 8, 8, 9. With 4 chunks a rank 19, 17, 15, 13
 # become 16, 15, 14, 13. Sixteen microbatches change none of these, so a rank's memory must be planned by the schedule.
+# Two readers, asked blindly: both had 9 on every rank of DualPipeV, and the others right.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -7,6 +7,7 @@
 # Guessed before measuring: for none, whatever M is; only classes named by tokenizer_class rebuild (LlamaTokenizer,
 # GemmaTokenizer). Measured: qwen2, qwen3_5 and qwen4_exp take a class that keeps vocabulary and merges and builds a
 # split of its own; llama, mistral, gpt2, qwen3, gpt_neox, gemma and deepseek_v3 read tokenizer.json as it is.
+# Two readers, asked blindly: qwen3_5 and qwen4_exp; qwen2, qwen3 and qwen3_5.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
