@@ -1,7 +1,7 @@
 """Every layout against one process: initial weights, first gradients by name, validation with a remainder, and
 all 20 steps with --all; a plain run takes one or two.
 
-`python tools/parity_table.py` writes the same comparison to docs/parity.md.
+`python tools/parity_table.py` writes the same comparison to benchmarks/results/parity.md.
 """
 
 import dataclasses
