@@ -81,7 +81,14 @@ def test_a_run_and_every_global_batch_begin_with_no_load(monkeypatch: pytest.Mon
     monkeypatch.setattr(TopKRouter, "__init__", without_bias)
     groups: Any = SimpleNamespace(dp="dp")
     described: Any = SimpleNamespace(
-        capacity=None, sparse_mixer=None, group_scores=None, mlp=SimpleNamespace(bias=False)
+        **{
+            "capacity": None,
+            "sparse_mixer": None,
+            "group_scores": None,
+            "unnormalized": False,
+            "bias_of_logits": False,
+        },
+        mlp=SimpleNamespace(bias=False),
     )
     router: Any = Router(Any, groups, described=described)  # pyright: ignore[reportArgumentType]
     assert (router._tokens_before_E, router._microbatches_before, router.dp_group) == (0, 0, "dp")
