@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_blocks import DOCS, blocks, script
+from tests.support.pages import texts
 from tests.support.warm_python import warm_python
 
 # Of the second tier: the programs that guides call have tests of their own.
@@ -64,11 +65,12 @@ def test_the_first_guide_trains_evaluates_exports_and_writes(first: tuple[Path, 
         float(value) for value in re.findall(r"training loss +([\d.]+) at iteration 1 -> ([\d.]+)", printed)[0]
     ]
     assert before > 6.9
-    assert before - after > 2.5  # nats, of a corpus that is docs/ itself and changes with it
+    # Nats, of a corpus that is docs/ itself: 2.65 with a table of 146 kB that repeats itself, 2.38 without.
+    assert before - after > 2.0
     assert "largest difference of logits to transformers" in printed
     assert "\nThe checkpoint" in printed
     assert (folder / "model-hf/model.safetensors").is_file()
-    page = (folder / "run.html").read_text()
+    page = texts((folder / "run.html").read_text())
     assert "parameters, 4 layers of width 64, fp32\n" in page
     assert "\nlayout           1 rank, TP 1 x PP 1 x CP 1 x DP 1\nended            20" in page
 
