@@ -277,6 +277,7 @@ def rope_scaling_has_a_range(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+@reads("recomputation", "micro batch")
 def longrope_has_a_factor_for_each_pair(config: Config, facts: Facts) -> Iterator[str]:
     """Require both lists of factors of --rope-type longrope, and of the right length."""
     model = config.model

@@ -77,6 +77,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "rmsnorm": (1, "--normalization RMSNorm --qk-layernorm"),
     "experts": (1, MOE),
     "biased experts": (1, f"{MOE} --moe-router-enable-expert-bias"),
+    "experts of small bias": (1, f"{FOUR} {MOE} --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05"),
     "groups of experts": (1, f"{MOE} --num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1"),
     "experts with a capacity": (1, f"{MOE} --moe-router-pre-softmax --moe-expert-capacity-factor 0.5"),
     "z losses": (1, f"{MOE} --moe-z-loss-coeff 0.001 --z-loss-strength 0.001"),
@@ -257,7 +258,7 @@ CHANGES: dict[str, tuple[str, str]] = {
     "moe_router_topk": ("experts", "--moe-router-topk 3"),
     "moe_router_pre_softmax": ("experts", "--moe-router-pre-softmax"),
     "moe_router_enable_expert_bias": ("experts", "--moe-router-enable-expert-bias"),
-    "moe_router_bias_of": ("biased experts", "--moe-router-bias-of logits"),
+    "moe_router_bias_of": ("experts of small bias", "--moe-router-bias-of logits"),
     "moe_router_unnormalized": ("experts by scores", "--moe-router-unnormalized"),
     "moe_router_bias_update_rate": ("biased experts", "--moe-router-bias-update-rate 0.5"),
     "moe_router_num_groups": ("groups of experts", "--moe-router-num-groups 4"),
@@ -498,7 +499,7 @@ def run_each(lines: list[str], folder: str) -> list[Any]:
 
     found = []
     for number, line in enumerate(lines):
-        out = Path(folder, str(number))
+        out = Path(folder, f"{number:04}")
         out.mkdir(exist_ok=True)
         # One rank sends nothing, and is asked about every operation; saves gather objects, which the counter leaves
         # to others.
@@ -534,7 +535,7 @@ def outcomes(lines: list[str], ranks: int, folder: Path) -> Iterator[Outcome]:
     ]
     each_rank = run_ranks(ranks, run_each, asked, str(folder), timeout=900)
     for number, runs in enumerate(zip(*each_rank, strict=True)):
-        out = folder / str(number)
+        out = folder / f"{number:04}"  # of one length: TensorBoard writes it down
         said = [_OF_TIME.sub("_", line).replace(str(out), "OUT") for run in runs for line in run[1].splitlines()]
         metrics = sorted(out.glob("*.jsonl"))
         rows = [json.loads(line) for path in metrics for line in path.read_text().splitlines()]

@@ -138,7 +138,7 @@ class Behaviour(NamedTuple):
 
 BEHAVIOURS: dict[str, Behaviour] = {
     "torch: a cast to float8_e4m3fn makes 448 of infinity and keeps NaN; one to float8_e5m2 keeps both": Behaviour(
-        "parts/linear/scaled_products.py", _casts_to_8_bits
+        "plugins/low_precision/quantize.py", _casts_to_8_bits
     ),
     "torch: on a CPU the gradient of a bf16 embedding is added up in bf16": Behaviour(
         "device/wide_sums.py", _sums_of_an_embedding

@@ -273,10 +273,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[TrainingError], str]] = {
         DataError,
         "sample 0 of the own dataset Samples has tokens of shape [17], and --seq-length 16 reads [16]",
     ),
-    "the optimizer's class": (
-        {"optimizer": torch.optim.SGD},
+    "an optimizer's object": (
+        {"optimizer": torch.optim.SGD([torch.zeros(1)])},
         ConfigurationError,
-        "optimizer= is type: give OptimizerTraits (config/derived/optimizers.py)",
+        "optimizer= is SGD",
     ),
     "an optimizer that is not there": (
         {"optimizer": OptimizerTraits("own", "Own", "torch.optim:Own", {}, (), frozenset(), "adam")},
