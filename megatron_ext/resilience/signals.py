@@ -130,14 +130,18 @@ class StopDeadline:
     ):
         self._seconds, self._signals, self._status, self._saved = seconds, signals, status, saved
         self._left = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "StopDeadline":
         if self._seconds is not None:
-            threading.Thread(target=self._run, args=(self._seconds,), name="stop deadline", daemon=True).start()
+            self._thread = threading.Thread(target=self._run, args=(self._seconds,), name="stop deadline", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._left.set()
+        if self._thread is not None:
+            self._thread.join(10 * _BETWEEN_LOOKS)  # a caller of `pretrain` finds no thread of the run afterwards
 
     def _run(self, seconds: float) -> None:
         while not self._left.wait(_BETWEEN_LOOKS):
