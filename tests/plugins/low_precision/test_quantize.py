@@ -184,3 +184,14 @@ def test_codes_lie_two_to_a_byte() -> None:
     codes = torch.arange(16, dtype=torch.uint8).view(1, 16)
     assert packed(codes).view(torch.uint8).tolist() == [[16, 50, 84, 118, 152, 186, 220, 254]]
     assert numbers_of(codes)[0, 8:].tolist() == [-number for number in numbers(E2M1).tolist()]
+
+
+@pytest.mark.parametrize("exponent", [-120, -8, 0, 1, 64, 119])
+def test_a_scale_is_rounded_up_by_the_smallest_step(exponent: int) -> None:
+    """A block's largest value of 448 x 2^e has the scale 2^e, and the next number of fp32 has 2^(e+1)."""
+    largest = torch.tensor(448.0 * 2.0**exponent)
+    above = torch.nextafter(largest, torch.tensor(torch.inf))
+    blocks = torch.zeros(2, 32)
+    blocks[0, 0], blocks[1, 5] = largest, above
+    scales = quantize(blocks, Format(Block(1, 32), E4M3, "e8m0 up")).scales
+    assert scales.flatten().tolist() == [2.0**exponent, 2.0 ** (exponent + 1)]
