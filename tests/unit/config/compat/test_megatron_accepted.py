@@ -14,7 +14,7 @@ from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.migrate import other_programs
-from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
+from megatron_ext.plugins.prepare.tokenizer_flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.train.configure import Configured, configure
 from tests.support.wrong_flags import BASE
 

@@ -14,8 +14,8 @@ from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.help_text import about, default_text
 from megatron_ext.config.parse.options import options_by_flag, options_by_name, read_texts, read_yaml_value
 from megatron_ext.config.parse.other_flags import advice
-from megatron_ext.config.parse.reference import other_default
 from megatron_ext.errors import listed
+from megatron_ext.plugins.pages.reference import other_default
 
 FULL = {"recompute_method": "uniform", "recompute_num_layers": 1}
 

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     chosen = _of_run(options.load[0], options.iterations, options.last) if of_one else _newest(options.load)
     if len(chosen) < 2:
         raise ConfigurationError("one checkpoint is its own average; give several with --last, --iterations or --load")
-    from megatron_ext.checkpoint.averaging import average_checkpoints
+    from megatron_ext.plugins.checkpoint_tools.averaging import average_checkpoints
 
     path = average_checkpoints(chosen, options.save)
     say(f"wrote {path}, the mean of {len(chosen)} checkpoints; begin with --load {options.save}")

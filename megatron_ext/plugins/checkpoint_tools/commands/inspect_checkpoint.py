@@ -61,7 +61,7 @@ def show(path: Path) -> int:
     from megatron_ext import device
 
     device.install("cpu")
-    from megatron_ext.checkpoint.native.tensors import Tensors
+    from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 
     tensors = Tensors(_checkpoint(path))
     common = tensors.common()
@@ -97,7 +97,7 @@ def diff(first: Path, second: Path) -> int:
     from megatron_ext import device
 
     device.install("cpu")
-    from megatron_ext.checkpoint.native.tensors import Tensors, differences
+    from megatron_ext.plugins.checkpoint_tools.tensors import Tensors, differences
 
     one, other = Tensors(_checkpoint(first)), Tensors(_checkpoint(second))
     lines = list(differences(one, other))

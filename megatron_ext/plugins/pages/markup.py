@@ -1,5 +1,5 @@
-"""Writes HTML and SVG. No other file may hold a tag (`tests/unit/test_markup.py` looks for one), so that the content of
-a file or a flag is text on every page.
+"""Writes HTML and SVG. No other file may hold a tag (`tests/plugins/pages/test_markup.py` looks for one), so that the
+content of a file or a flag is text on every page.
 
     element("p", "1 < 2 ", element("b", name), class_="note")     # <p class="note">1 &lt; 2 <b>...</b></p>
 

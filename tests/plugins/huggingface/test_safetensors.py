@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.safetensors import create, read_header
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.huggingface.safetensors import create, read_header
 
 
 def _file(path: Path, header: dict[str, Any], size: int) -> Path:

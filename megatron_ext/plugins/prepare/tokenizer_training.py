@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.tokenizer.tokenizer_protocol import END_OF_TEXT
 
 TRAINABLE_TYPES = ("hf-bpe", "sentencepiece-bpe", "sentencepiece-unigram")
-END_OF_TEXT = "<|endoftext|>"
 
 
 def sample_texts(texts: Iterable[str], share: float) -> Iterator[str]:

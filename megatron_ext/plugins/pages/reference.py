@@ -14,7 +14,7 @@ from megatron_ext.config.compat.megatron_options import earlier_options, megatro
 from megatron_ext.config.compat.old_spellings import EARLIER_FLAGS, FLAGS, IMPLIED, VALUES, VALUES_OF_FORKS
 from megatron_ext.config.parse.help_text import PROGRAM, default_text
 from megatron_ext.config.parse.options import Option, flag_of, options
-from megatron_ext.markup import table
+from megatron_ext.plugins.pages.markup import table
 
 
 class OtherDefault(NamedTuple):

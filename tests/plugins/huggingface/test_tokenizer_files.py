@@ -11,7 +11,7 @@ import sentencepiece
 from tokenizers import Tokenizer
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer import exported
+from megatron_ext.plugins.huggingface import tokenizer_files as exported
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ext.checkpoint.copying import FilePart, Literal, gather
 from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, make_partial, publish, saved_iterations
@@ -28,6 +27,7 @@ from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.catalogue import states
 from megatron_ext.parts.parameter import Parameter
 from megatron_ext.parts.stack import stack
+from megatron_ext.plugins.checkpoint_tools.copying import FilePart, Literal, gather
 
 _CHUNK_BYTES = 32 << 20
 

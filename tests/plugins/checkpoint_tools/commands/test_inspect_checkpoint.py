@@ -8,8 +8,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_ext.checkpoint.native import checkpoint_manifest
-from megatron_ext.cli import inspect_checkpoint
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.plugins.checkpoint_tools.commands import inspect_checkpoint
 
 
 def _saved(folder: Path, iteration: int, *, listed: bool = True) -> Path:

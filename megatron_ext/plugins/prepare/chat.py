@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer.chat_templates import SPECIAL_TOKENS, TEMPLATES
+from megatron_ext.plugins.prepare.chat_templates import SPECIAL_TOKENS, TEMPLATES
 from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.untrusted.text import TextError, load_json, read_file

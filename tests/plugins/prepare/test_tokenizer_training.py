@@ -10,8 +10,8 @@ import pytest
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.prepare.commands import train_tokenizer
+from megatron_ext.plugins.prepare.tokenizer_training import sample_texts, train_bytelevel_bpe, train_sentencepiece
 from megatron_ext.tokenizer.from_flags import build_tokenizer
-from megatron_ext.tokenizer.tokenizer_training import sample_texts, train_bytelevel_bpe, train_sentencepiece
 
 TOOLS = Path(__file__).parents[3] / "tools"
 INPUT = str(Path(__file__).parents[2] / "golden" / "preprocess" / "input.jsonl")

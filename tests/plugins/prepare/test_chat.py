@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.tokenizer import chat
-from megatron_ext.tokenizer.chat import END_OF_TEXT, ChatTemplate, Rendered, chat_template, missing_tokens
-from megatron_ext.tokenizer.chat_templates import TEMPLATES
+from megatron_ext.plugins.prepare import chat
+from megatron_ext.plugins.prepare.chat import END_OF_TEXT, ChatTemplate, Rendered, chat_template, missing_tokens
+from megatron_ext.plugins.prepare.chat_templates import TEMPLATES
 from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
 

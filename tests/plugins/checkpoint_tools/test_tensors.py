@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.checkpoint.native.tensors import Tensors, differences
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors, differences
 
 
 class _Held:

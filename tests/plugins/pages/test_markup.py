@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.markup import Markup, code, document, element, joined, table
 from megatron_ext.plugins.pages.charts import Series, chart, page
 from megatron_ext.plugins.pages.loss_curve import RunHistory
+from megatron_ext.plugins.pages.markup import Markup, code, document, element, joined, table
 from megatron_ext.plugins.pages.run_page import run_page, runs_page
 from megatron_ext.plugins.planner.timeline import Block, Lane, Pass, Timeline
 from megatron_ext.plugins.planner.timeline_svg import as_page
 from tests.support.pages import HOSTILE, elements, texts
 from tests.support.syntax import nodes_of, source
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WRITTEN_OUT = HOSTILE.replace("\x1b", "\\x1b").replace("\x00", "\\x00").replace("\udcff", "\\udcff")
 
 # An element of HTML or SVG, or an entity. `<s>` is a token, `<name>` a place for one, `<i4` a format of numbers.
@@ -59,7 +59,7 @@ def test_nothing_but_one_module_writes_markup() -> None:
     files = [*(ROOT / "megatron_ext").rglob("*.py"), *(ROOT / "tasks").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     found = {str(path.relative_to(ROOT)): markup_in(source(path)) for path in files if path.name != "markup.py"}
     others = {name: texts for name, texts in found.items() if texts and name not in NO_MARKUP}
-    assert not others, f"use megatron_ext.markup.element: {others}"
+    assert not others, f"use megatron_ext.plugins.pages.markup.element: {others}"
     makers = [str(path) for path in files if re.search(r"\bMarkup\(", source(path)) and path.name != "markup.py"]
     assert not makers, "only markup.py says of a text that it is markup"
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.checkpoint.copying import ComputedBytes
 from megatron_ext.checkpoint.dtypes import WIDTH, code_of
 from megatron_ext.checkpoint.native.extra_files import TOKENIZER
-from megatron_ext.checkpoint.native.saved_config import saved_config
-from megatron_ext.checkpoint.native.single_process import Item, write_checkpoint
-from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.checkpoint_tools.copying import ComputedBytes
+from megatron_ext.plugins.checkpoint_tools.saved_config import saved_config
+from megatron_ext.plugins.checkpoint_tools.single_process import Item, write_checkpoint
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 
 
 def average_checkpoints(checkpoints: Sequence[Path], destination: str | Path) -> Path:

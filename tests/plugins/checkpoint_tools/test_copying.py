@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.checkpoint import copying
-from megatron_ext.checkpoint.copying import (
+from megatron_ext.checkpoint.local import rank_file
+from megatron_ext.checkpoint.native import checkpoint_manifest
+from megatron_ext.plugins.checkpoint_tools import copying
+from megatron_ext.plugins.checkpoint_tools.copying import (
     ComputedBytes,
     FilePart,
     FileRange,
@@ -27,8 +29,6 @@ from megatron_ext.checkpoint.copying import (
     gather,
     scatter,
 )
-from megatron_ext.checkpoint.local import rank_file
-from megatron_ext.checkpoint.native import checkpoint_manifest
 
 
 @dataclass(frozen=True)
