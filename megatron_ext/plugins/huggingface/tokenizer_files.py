@@ -17,9 +17,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from megatron_ext.durable import replace_text
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer, from_sentencepiece, merges
+from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer, NullTokenizer
 from megatron_ext.tokenizer.tiktoken import PATTERNS, TikTokenizer
-from megatron_ext.tokenizer.tokenizer_protocol import END_OF_TEXT, LibraryTokenizer
+from megatron_ext.tokenizer.tokenizer_protocol import END_OF_TEXT
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer as Protocol
 
 

@@ -4,8 +4,8 @@ import argparse
 import functools
 from typing import Any
 
-from megatron_ext.config.compat.old_spellings import taken_value
 from megatron_ext.config.parse.options import Option, options, options_by_name
+from megatron_ext.config.parse.other_flags import taken_value
 
 NAMES = tuple(option.name for option in options() if option.resume == "tokenizer" or option.name == "vocab_size")
 

@@ -86,19 +86,3 @@ VALUES_OF_FORKS: dict[tuple[str, str], tuple[str, str | None]] = {
     ("cp_comm_type", "hybrid_cp_algo"): ("p2p", "keys go around one ring of all context-parallel ranks, as with p2p"),
 }
 """Field and value -> the value that is taken instead, for values that Megatron itself does not know."""
-
-
-def find(flag: str) -> tuple[str, str | None] | None:
-    """Return the field behind an old spelling, and the value that it stands for if it takes none; None for another
-    flag."""
-    return FLAGS.get(flag) or EARLIER_FLAGS.get(flag)
-
-
-def taken_value(field: str, text: str) -> tuple[str, str | None]:
-    """Return the value that is taken for a text (the text itself if it is no old spelling), and how that value works
-    differently; None if it does not.
-
-    `taken_value("tokenizer_type", "Llama2Tokenizer")` is `("SentencePieceTokenizer", None)`: Megatron 0.19 builds one
-    and the same tokenizer for both.
-    """
-    return VALUES.get((field, text)) or VALUES_OF_FORKS.get((field, text), (text, None))

@@ -4,13 +4,13 @@ import shlex
 
 import pytest
 
-from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
-from megatron_ext.config.compat.old_spellings import EARLIER_FLAGS, FLAGS, VALUES, VALUES_OF_FORKS
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import options_by_flag, options_by_name
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.megatron_lm.megatron_options import earlier_options, megatron_options
+from megatron_ext.plugins.megatron_lm.old_spellings import EARLIER_FLAGS, FLAGS, VALUES, VALUES_OF_FORKS
+from megatron_ext.plugins.megatron_lm.reference import OTHER_DEFAULTS, OTHER_MEANINGS
 from megatron_ext.plugins.migrate import other_programs
-from megatron_ext.plugins.pages.reference import OTHER_DEFAULTS, OTHER_MEANINGS
 from tests.support.megatron_wheel import UNREADABLE, wheel_options
 
 FEWER_CHOICES = {

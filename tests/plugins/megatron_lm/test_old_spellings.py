@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.compat.old_spellings import EARLIER_FLAGS, FLAGS
 from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.options import Option, options, options_by_name
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.megatron_lm.old_spellings import EARLIER_FLAGS, FLAGS
 from megatron_ext.train.configure import configure
 from tests.support.wrong_flags import BASE
 

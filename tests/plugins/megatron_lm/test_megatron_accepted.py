@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.compat.megatron_options import find
 from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.options import options_by_flag
+from megatron_ext.config.parse.other_flags import find_option
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.migrate import other_programs
 from megatron_ext.plugins.prepare.tokenizer_flags import add_tokenizer_flags, tokenizer_values
@@ -153,7 +153,7 @@ def test_the_equivalents_of_other_programs_flags_are_flags():
     foreign = {"--nnodes", "--node-rank", "--master-addr", "--nproc-per-node", "--from"}  # torchrun's and a tool's
     for flag, text in other_programs.FLAGS.items():
         assert flag not in options_by_flag()
-        assert find(flag) is None
+        assert find_option(flag) is None
         assert set(re.findall(r"--[a-z][a-z0-9-]*", text)) <= foreign | set(options_by_flag()), flag
 
 

@@ -5,7 +5,7 @@ that is the only one here: no trained weight and no saved file depends on them.
 
 Flags are separated by commas: `--flag` is a switch, `--flag N` takes a value, `--flag N...` takes several. Each gets
 one warning line; `=value` asks for nothing, and passes silently. The list was read from Megatron-LM as the
-megatron-core 0.19.2 wheel holds it; tests/unit/config/compat/test_megatron_options.py reads that wheel and fails when
+megatron-core 0.19.2 wheel holds it; tests/plugins/megatron_lm/test_megatron_options.py reads that wheel and fails when
 an option is missing here, is listed twice, or takes another number of values.
 """
 

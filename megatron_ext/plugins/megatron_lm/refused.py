@@ -4,7 +4,7 @@ A refused option would change the training or the saved files, and is not built.
 
 Flags are separated by commas: `--flag` is a switch, `--flag N` takes a value, `--flag N...` takes several. `=value` is
 Megatron's default, or another value that asks for nothing: that one passes. The list was read from Megatron-LM as the
-megatron-core 0.19.2 wheel holds it; tests/unit/config/compat/test_megatron_options.py reads that wheel and fails when
+megatron-core 0.19.2 wheel holds it; tests/plugins/megatron_lm/test_megatron_options.py reads that wheel and fails when
 an option is missing here, is listed twice, or takes another number of values.
 """
 

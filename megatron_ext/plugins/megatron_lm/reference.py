@@ -3,17 +3,17 @@ show.
 
 Lists the flags whose default is not Megatron's, and why: a column of docs/flags.md.
 
-tests/unit/config/compat/test_megatron_options.py reads Megatron's defaults and fails where another one is not
+tests/plugins/megatron_lm/test_megatron_options.py reads Megatron's defaults and fails where another one is not
 listed here.
 """
 
 import itertools
 from typing import Any, NamedTuple
 
-from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
-from megatron_ext.config.compat.old_spellings import EARLIER_FLAGS, FLAGS, IMPLIED, VALUES, VALUES_OF_FORKS
 from megatron_ext.config.parse.help_text import PROGRAM, default_text
 from megatron_ext.config.parse.options import Option, flag_of, options
+from megatron_ext.plugins.megatron_lm.megatron_options import earlier_options, megatron_options
+from megatron_ext.plugins.megatron_lm.old_spellings import EARLIER_FLAGS, FLAGS, IMPLIED, VALUES, VALUES_OF_FORKS
 from megatron_ext.plugins.pages.markup import table
 
 
