@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.launchers import ForkedRanks
 from benchmarks.recording import heading, keep, sentence
-from megatron_ext.config.resolve import STEPS_BETWEEN_REPLICA_CHECKS
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.silent_errors.rules import STEPS_BETWEEN_REPLICA_CHECKS
 
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --micro-batch-size 2 "
@@ -141,8 +141,8 @@ def training(steps: int) -> dict[str, float]:
     """Return what a real run shows, on this rank."""
     from statistics import median
 
+    from megatron_ext.plugins.silent_errors import replicas
     from megatron_ext.resilience.process_end import RunStatus
-    from megatron_ext.train.callbacks import replicas
     from megatron_ext.train.callbacks.communication import Stragglers
     from megatron_ext.train.trainer import Trainer
 

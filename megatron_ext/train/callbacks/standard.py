@@ -24,10 +24,8 @@ from megatron_ext.train.callbacks.expert_load import ExpertLoad
 from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.large_gradients import LargeGradients, Overflows
 from megatron_ext.train.callbacks.profiling import MemoryHistory, Profiling, is_recorded
-from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, Sink, Status
 from megatron_ext.train.callbacks.sample_ids import SampleIds
-from megatron_ext.train.callbacks.spike_check import SpikeCheck
 from megatron_ext.train.callbacks.stopping import Stopping
 from megatron_ext.train.datasets import DataCheck, blocks_of_run, share
 from megatron_ext.train.run import Run
@@ -74,12 +72,8 @@ def standard_callbacks(
     if is_recorded(config, run.rank):
         callbacks.append(MemoryHistory(config.profiling.memory_snapshot_path, run.rank, config.logging.log_interval))
     training = config.training
-    intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
-    callbacks.append(ReplicaCheck(*intervals))
     if training.fp16 or training.loss_scale is not None:
         callbacks.append(Overflows(config))
-    if training.spike_threshold is not None:
-        callbacks.append(SpikeCheck(training.spike_threshold))
     if training.check_for_large_grads:
         callbacks.append(LargeGradients())
     if training.manual_gc:

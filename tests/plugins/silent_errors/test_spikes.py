@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.train.spikes import (
+from megatron_ext.plugins.silent_errors.spikes import (
     Computed,
     Place,
     _add,

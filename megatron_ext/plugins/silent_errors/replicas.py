@@ -14,9 +14,9 @@ from megatron_ext.errors import NumericError
 from megatron_ext.model.names import biases_of_experts, global_named_parameters
 from megatron_ext.parallel.rows import local_part
 from megatron_ext.parts.catalogue import WORD_EMBEDDINGS
+from megatron_ext.plugins.silent_errors.weight_hash import weight_hash
 from megatron_ext.train.run import Run
 from megatron_ext.train.trainer import Callback, Trainer
-from megatron_ext.train.weight_hash import weight_hash
 
 NamedParameters = Sequence[tuple[str, torch.Tensor]]
 

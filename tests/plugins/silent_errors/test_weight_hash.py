@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_ext.train import weight_hash as weight_hash_module
-from megatron_ext.train.weight_hash import weight_hash
+from megatron_ext.plugins.silent_errors import weight_hash as weight_hash_module
+from megatron_ext.plugins.silent_errors.weight_hash import weight_hash
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -11,18 +11,16 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from megatron.core import tensor_parallel
 
+from megatron_ext.train.random_state import RandomState, random_state, set_random_state
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import run_microbatches
 
 _ROUNDING = {4: 1e-4, 2: 1e-2}
 """Relative difference of two losses of a microbatch that rounding explains, by the bytes of an activation."""
-
-RandomState = Any
 
 
 class Place(NamedTuple):
@@ -55,19 +53,6 @@ class Verdict:
 
     suspects: list[int]
     """Replicas that are wrong, the most suspicious first; empty where nothing differs."""
-
-
-def random_state(run: Run) -> RandomState:
-    """Return the state of the generators that dropout draws from."""
-    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-    return run.device.rng_state(), {name: state.clone() for name, state in tracker.get_states().items()}
-
-
-def set_random_state(run: Run, state: RandomState) -> None:
-    """Put the generators back into a state."""
-    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-    run.device.set_rng_state(state[0])
-    tracker.set_states({name: value.clone() for name, value in state[1].items()})
 
 
 def judge(run: Run, first: torch.Tensor, samples: range, before: RandomState) -> Verdict:

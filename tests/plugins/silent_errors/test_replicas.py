@@ -5,7 +5,7 @@ tests/distributed/test_replica_check.py flips bits on ranks.
 
 import pytest
 
-from megatron_ext.train.callbacks.replicas import (
+from megatron_ext.plugins.silent_errors.replicas import (
     _who_is_wrong,
     check_data_parallel_replicas,
     check_model_parallel_copies,

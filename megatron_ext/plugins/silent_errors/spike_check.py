@@ -14,15 +14,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_ext.config.schema import flags_of
 from megatron_ext.data.sampler import microbatch_sample_ids
 from megatron_ext.data.samples import describe_sample
 from megatron_ext.durable import replacing
 from megatron_ext.errors import NumericError, StorageError
+from megatron_ext.plugins.silent_errors.flags import SilentErrorFlags
+from megatron_ext.plugins.silent_errors.replicas import (
+    ReplicaCheck,
+    check_data_parallel_replicas,
+    check_model_parallel_copies,
+)
+from megatron_ext.plugins.silent_errors.spikes import Place, Verdict, judge, who
 from megatron_ext.terminal import warn
-from megatron_ext.train.callbacks.replicas import check_data_parallel_replicas, check_model_parallel_copies
 from megatron_ext.train.datasets import tokenizer_of_run
+from megatron_ext.train.random_state import RandomState, random_state
 from megatron_ext.train.run import Run
-from megatron_ext.train.spikes import Place, RandomState, Verdict, judge, random_state, who
 from megatron_ext.train.step import BatchLoss
 from megatron_ext.train.trainer import Callback, Trainer
 
@@ -79,7 +86,8 @@ def _hardware(run: Run, what: str, verdict: Verdict) -> NumericError:
     told = ", ".join(f"{one.loss:.6g} on {names[one.replica]}" for one in verdict.results[position])
     weights = ""
     try:  # weights that differ explain it, and name the parameter
-        if run.config.training.check_weight_hash_across_dp_replicas_interval:  # which is where there are replicas
+        # The interval is set where there are replicas.
+        if flags_of(run.config.training, SilentErrorFlags).check_weight_hash_across_dp_replicas_interval:
             check_data_parallel_replicas(run, last_good + 1, last_good)
         check_model_parallel_copies(run, last_good + 1, last_good)
     except NumericError as error:
@@ -160,3 +168,14 @@ def _samples(run: Run, guilty: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     with replacing(path) as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def callbacks(run: Run) -> list[Callback]:
+    """Return the check of replicas, and that of losses where --spike-threshold asks for it."""
+    flags = flags_of(run.config.training, SilentErrorFlags)
+    intervals = flags.check_weight_hash_across_dp_replicas_interval, flags.check_replicated_weights_interval
+    spikes = [] if flags.spike_threshold is None else [SpikeCheck(flags.spike_threshold)]
+    return [ReplicaCheck(*intervals), *spikes]
+
+
+CALLBACKS = (callbacks,)
