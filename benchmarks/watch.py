@@ -190,8 +190,8 @@ def snapshots(folder: str) -> dict[str, float]:
     """Return how long steps of a real run stop for a snapshot, and how long plain copies of its tensors take."""
     from statistics import median
 
-    from megatron_ext.checkpoint.local import writer
-    from megatron_ext.checkpoint.local.writer import SnapshotWriter
+    from megatron_ext.plugins.snapshots import writer
+    from megatron_ext.plugins.snapshots.writer import SnapshotWriter
     from megatron_ext.resilience.process_end import RunStatus
     from megatron_ext.train.callbacks.checkpointing import Snapshots
 

@@ -36,6 +36,7 @@ EXTENSION_POINTS = {
     "initial_weights": "functions that fill a new run's weights (train/pretrain.py)",
     "mixers": "kinds of mixers (parts/kinds.py)",
     "families": "families of Hugging Face models (plugins/families/family.py)",
+    "newer_states": "states of a run that are kept besides the checkpoints (checkpoint/native/resume.py)",
     "next_tokens": "functions that describe the depths of multi-token prediction (parts/stack.py)",
     "optimizers": "traits of optimizers (config/derived/optimizers.py)",
     "other_flags": "flags of other programs (config/parse/other_flags.py)",

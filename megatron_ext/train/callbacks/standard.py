@@ -99,12 +99,6 @@ def standard_callbacks(
         callbacks.append(Timing(run.timers, config.logging.log_interval))
     stops = (config.training.exit_interval, config.training.exit_duration_in_mins)
     callbacks.append(Stopping(signals, *stops, elastic=config.layout.elastic))
-    snapshot_interval = config.checkpoint.non_persistent_save_interval
-    if snapshot_interval is not None:
-        from megatron_ext.checkpoint.local.writer import SnapshotWriter
-        from megatron_ext.train.callbacks.checkpointing import Snapshots
-
-        callbacks.append(Snapshots(SnapshotWriter(run), snapshot_interval, config.checkpoint.save_interval))
     if config.checkpoint.save is not None:
         from megatron_ext.train.callbacks.checkpointing import Checkpointing
 

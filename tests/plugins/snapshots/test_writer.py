@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.local import rank_file, snapshot_folder, writer
-from megatron_ext.checkpoint.local.writer import SnapshotWriter, restore_snapshot
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.checkpoint_folder import iteration_folder
 from megatron_ext.checkpoint.native.save import save_checkpoint
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.snapshots import rank_file, snapshot_folder, writer
+from megatron_ext.plugins.snapshots.writer import SnapshotWriter, restore_snapshot
 from tests.support.checkpoints import FLAGS, train, trained_alone
 from tests.support.run_state import state_hash
 

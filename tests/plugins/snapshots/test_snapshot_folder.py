@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.local import snapshot_folder
 from megatron_ext.checkpoint.native.checkpoint_folder import iteration_folder
+from megatron_ext.plugins.snapshots import snapshot_folder
 
 STEPS = (0, 1, 10, 200000, 10000000)
 """Numbers whose names begin alike, whose order as text is another one, and the first that needs eight digits."""

@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from megatron_ext import device
-from megatron_ext.checkpoint.local import rank_file
-from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
-from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of, layout_of
 from megatron_ext.checkpoint.native import checkpoint_manifest, lock
 from megatron_ext.checkpoint.native.checkpoint_folder import SavedCheckpoint, iteration_folder
 from megatron_ext.checkpoint.native.resume import Resume, Search
@@ -21,6 +18,9 @@ from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.config.parse.options import options
 from megatron_ext.config.schema import Config
 from megatron_ext.parallel import groups
+from megatron_ext.plugins.snapshots import rank_file
+from megatron_ext.plugins.snapshots.newest_snapshot import newest_snapshot
+from megatron_ext.plugins.snapshots.snapshot_folder import file_of, folder_of, layout_of
 from tests.support.small_models import small_config
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.checkpoint.local import rank_file
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.snapshots import rank_file
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_ext.checkpoint.local import rank_file
-from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of, iterations, layout_of, ranks_at, send_file
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.agreed_checkpoint import told_by_the_first_rank
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, SavedCheckpoint, iteration_folder
@@ -20,6 +18,15 @@ from megatron_ext.checkpoint.native.lock import name_of_contents
 from megatron_ext.checkpoint.native.resume import Resume, Search, read_resume
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import CheckpointConfig, Config
+from megatron_ext.plugins.snapshots import rank_file
+from megatron_ext.plugins.snapshots.snapshot_folder import (
+    file_of,
+    folder_of,
+    iterations,
+    layout_of,
+    ranks_at,
+    send_file,
+)
 from megatron_ext.terminal import warn
 
 

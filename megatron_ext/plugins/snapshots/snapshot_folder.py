@@ -19,8 +19,9 @@ import torch
 
 from megatron_ext import environment
 from megatron_ext.checkpoint.native.checkpoint_folder import iteration_folder
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, flags_of
 from megatron_ext.durable import only_files
+from megatron_ext.plugins.snapshots.flags import SnapshotFlags
 
 KEPT = 2
 """Number of snapshots that are kept: the newest may not be complete on every rank."""
@@ -34,11 +35,11 @@ _FREE = ("distributed_timeout_minutes", "distributed_backend", "nccl_backend", "
 
 def folder_of(config: Config) -> Path | None:
     """Return the folder in which this machine keeps the run's snapshots; None where it is to take none."""
-    flags = config.checkpoint
-    if flags.non_persistent_local_ckpt_dir is None or flags.save is None:
+    folder, save = flags_of(config.checkpoint, SnapshotFlags).non_persistent_local_ckpt_dir, config.checkpoint.save
+    if folder is None or save is None:
         return None
-    name = hashlib.sha256(os.fsencode(os.path.realpath(flags.save))).hexdigest()[:16]
-    return Path(flags.non_persistent_local_ckpt_dir) / name
+    name = hashlib.sha256(os.fsencode(os.path.realpath(save))).hexdigest()[:16]
+    return Path(folder) / name
 
 
 def file_of(folder: Path, iteration: int, rank: int, *, copy: bool = False) -> Path:

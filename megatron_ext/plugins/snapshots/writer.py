@@ -18,9 +18,16 @@ from typing import Any
 import torch
 
 from megatron_ext import environment
-from megatron_ext.checkpoint.local import rank_file
-from megatron_ext.checkpoint.local.newest_snapshot import contents_of
-from megatron_ext.checkpoint.local.snapshot_folder import (
+from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, optimizer_state
+from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.native.snapshot import HostMemory, Saveable
+from megatron_ext.config.parse.config_file import to_yaml
+from megatron_ext.config.schema import flags_of
+from megatron_ext.errors import DataError
+from megatron_ext.plugins.snapshots import rank_file
+from megatron_ext.plugins.snapshots.flags import SnapshotFlags
+from megatron_ext.plugins.snapshots.newest_snapshot import contents_of
+from megatron_ext.plugins.snapshots.snapshot_folder import (
     exchange,
     file_of,
     folder_of,
@@ -29,11 +36,6 @@ from megatron_ext.checkpoint.local.snapshot_folder import (
     remove_later,
     remove_old,
 )
-from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state_dict, optimizer_state
-from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, iteration_folder, saved_iterations
-from megatron_ext.checkpoint.native.snapshot import HostMemory, Saveable
-from megatron_ext.config.parse.config_file import to_yaml
-from megatron_ext.errors import DataError
 
 
 class SnapshotWriter:
@@ -143,7 +145,8 @@ class SnapshotWriter:
 
     def _peer_distance(self) -> int:
         """Return the distance in ranks to the rank that gets the copy; 0 where there is no copy."""
-        flags, size = self.run.config.checkpoint, torch.distributed.get_world_size()
+        flags = flags_of(self.run.config.checkpoint, SnapshotFlags)
+        size = torch.distributed.get_world_size()
         return (flags.replication_jump or environment.local_world_size()) % size if flags.replication else 0
 
 
