@@ -63,8 +63,8 @@ def seconds_of_a_collective() -> dict[str, float]:
     from torch.distributed import Work
 
     from megatron_ext.device.cpu import CpuDevice
+    from megatron_ext.plugins.rank_times.communication_clock import CommunicationClock
     from megatron_ext.resilience.progress import Progress
-    from megatron_ext.telemetry.communication_clock import CommunicationClock
     from megatron_ext.train.start_watchdog import OperationMarks
 
     work = Work()
@@ -141,9 +141,9 @@ def training(steps: int) -> dict[str, float]:
     """Return what a real run shows, on this rank."""
     from statistics import median
 
+    from megatron_ext.plugins.rank_times.measures import Stragglers
     from megatron_ext.plugins.silent_errors import replicas
     from megatron_ext.resilience.process_end import RunStatus
-    from megatron_ext.train.callbacks.communication import Stragglers
     from megatron_ext.train.trainer import Trainer
 
     status = RunStatus(rank=int(os.environ["RANK"]))

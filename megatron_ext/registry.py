@@ -34,6 +34,7 @@ EXTENSION_POINTS = {
     "flags": "pairs of a group of the configuration and a dataclass of further fields (config/schema)",
     "importers": "checkpoints of other programs that are converted (plugins/huggingface/importers.py)",
     "initial_weights": "functions that fill a new run's weights (train/pretrain.py)",
+    "measures": "functions from a run to callbacks that measure its steps (train/callbacks/reporting.py)",
     "mixers": "kinds of mixers (parts/kinds.py)",
     "families": "families of Hugging Face models (plugins/families/family.py)",
     "newer_states": "states of a run that are kept besides the checkpoints (checkpoint/native/resume.py)",

@@ -184,11 +184,13 @@ class LoggingConfig:
         False,
         "Log how the ranks' time divides into computing, communicating, and waiting for a pipeline neighbour, to "
         "--metrics-file and TensorBoard.",
+        turns_on_a_plugin=True,
     )
     log_straggler: bool = free(
         False,
         "Compare compute times of ranks, waiting excluded, and name a rank that is slower than the others of its "
         "pipeline stage, in the log, --metrics-file and TensorBoard.",
+        turns_on_a_plugin=True,
     )
     timing_log_level: int = free(
         0, "0: step time only; 1: forward-backward and optimizer; 2: every part.", choices=(0, 1, 2)

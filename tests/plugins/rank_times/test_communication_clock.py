@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_ext.parallel.operations import COLLECTIVES, END_OF_BATCH, MESSAGES
-from megatron_ext.telemetry import communication_clock
-from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime, shares
+from megatron_ext.plugins.rank_times import communication_clock
+from megatron_ext.plugins.rank_times.communication_clock import CommunicationClock, ComputeTime, shares
 
 
 class Device:

@@ -13,8 +13,8 @@ import torch
 
 from megatron_ext.device import cpu
 from megatron_ext.device.cpu import CpuDevice, CpuMark
-from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime
-from megatron_ext.train.callbacks.communication import _Exchange
+from megatron_ext.plugins.rank_times.communication_clock import CommunicationClock, ComputeTime
+from megatron_ext.plugins.rank_times.measures import _Exchange
 
 SPINS = "import time\nend = time.monotonic() + 30.0\nwhile time.monotonic() < end: pass"
 

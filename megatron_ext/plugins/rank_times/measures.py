@@ -1,7 +1,5 @@
-"""Runs the clock of --log-communication-share around each step.
-
-Logs --timing-log-level: how long the parts of a step took, shortest and longest over the ranks. With --log-straggler,
-names ranks that compute longer than others which do the same work.
+"""Runs the clock of --log-communication-share around each step; with --log-straggler, names ranks that compute longer
+than others which do the same work.
 """
 
 import math
@@ -13,21 +11,30 @@ from typing import Any
 import torch
 
 from megatron_ext.device.device_protocol import Device
+from megatron_ext.plugins.rank_times.communication_clock import CommunicationClock, ComputeTime, shares
+from megatron_ext.plugins.rank_times.stragglers import Slowness, SlowRanks
 from megatron_ext.resilience.hang_diagnosis import numbers_text
-from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime, shares
-from megatron_ext.telemetry.stragglers import Slowness, SlowRanks
-from megatron_ext.telemetry.timers import Timers, timers_text
 from megatron_ext.terminal import say
+from megatron_ext.train.callbacks.reporting import Measure
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
-from megatron_ext.train.trainer import Callback, Trainer
+from megatron_ext.train.trainer import Trainer
 
 
-class Communication(Callback):
-    """Times communication. It comes first in the list, so that a step ends before anything is reported."""
+class Communication(Measure):
+    """Times communication. It comes first in the list, so that a step ends before anything is reported.
 
-    def __init__(self, clock: CommunicationClock):
-        self._clock = clock
+    Args:
+        clock: started and stopped with the run.
+        reports: whether the shares of the ranks' time are reported.
+    """
+
+    def __init__(self, clock: CommunicationClock, *, reports: bool):
+        self._clock, self._reports = clock, reports
+
+    def measured(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the shares of the ranks' time together since the last call. Collective."""
+        return {"time_shares": shares_of_all_ranks(self._clock, trainer.run)} if self._reports else {}
 
     def on_start(self, trainer: Trainer) -> None:
         self._clock.start()
@@ -53,31 +60,12 @@ def shares_of_all_ranks(clock: CommunicationClock, run: Run) -> dict[str, float]
     return shares(seconds)
 
 
-class Timing(Callback):
-    """Prints the times of the parts of a step."""
-
-    def __init__(self, timers: Timers, log_interval: int):
-        self._timers = timers
-        self._log_interval = log_interval
-        self._steps = 0
-
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        self._steps += 1
-        if trainer.run.state.iteration % self._log_interval:
-            return
-        of_ranks: list[dict[str, float]] = [{} for _ in range(trainer.run.world_size)]
-        torch.distributed.all_gather_object(of_ranks, self._timers.take())
-        if trainer.run.is_last_rank:
-            say(timers_text(of_ranks, self._steps))
-        self._steps = 0
-
-
 _EVERY = 2  # steps between two exchanges of times
 _FIRST_STEPS = 3  # in which kernels are compiled and memory is first taken
 _UNKNOWN = ComputeTime(math.nan, math.nan, math.nan)
 
 
-class Stragglers(Callback):
+class Stragglers(Measure):
     """Exchanges the ranks' compute times and names who is slow. It comes after the clock, before the reports.
 
     An exchange is begun every second step and read once its result has arrived: on a CPU after the next step, on a GPU
@@ -119,6 +107,10 @@ class Stragglers(Callback):
         if slowest is None:
             return None
         return {"rank": slowest.rank, "ratio": slowest.ratio, "slow": sorted(self._were_slow | self._ranks.slow)}
+
+    def measured(self, trainer: Trainer) -> dict[str, Any]:
+        """Return `summary` for the metrics."""
+        return {"slowest_rank": self.summary()}
 
     def forget(self) -> None:
         """Begin a new interval for `summary`."""
@@ -179,3 +171,16 @@ class _Exchange:
             self._copied = self._times.to("cpu", non_blocking=True), device.mark()
         times, mark = self._copied
         return times if device.has_passed(mark) else None
+
+
+def measures(run: Run) -> list[Measure]:
+    """Return the clock and the comparison of ranks that the flags ask for."""
+    logging = run.config.logging
+    if not (logging.log_communication_share or logging.log_straggler):
+        return []
+    clock = CommunicationClock(run.device, run.groups.pp)
+    communication = Communication(clock, reports=logging.log_communication_share)
+    return [communication, *([Stragglers(clock, run)] if logging.log_straggler else [])]
+
+
+MEASURES = (measures,)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.telemetry import stragglers
-from megatron_ext.telemetry.stragglers import SlowRanks
+from megatron_ext.plugins.rank_times import stragglers
+from megatron_ext.plugins.rank_times.stragglers import SlowRanks
 
 STEP = 0.1  # seconds
 RECORDED = Path(__file__).parents[2] / "data" / "compute_times.json"
