@@ -447,7 +447,7 @@ def draw(random: Random) -> list[str]:
     indexer += f"{random.choice(of_loss)}{random.choice(of_keys)}"
     norm = f"--qk-layernorm{random.choice(('', '', ' --latent-norm-epsilon 1e-4'))}"
     more = taken(random, (0.7, norm), (0.3, indexer.strip()))
-    return taken(random, (0.15, " ".join(["--multi-latent-attention", f"{sizes}{query}", *more])))
+    return taken(random, (0.2, " ".join(["--multi-latent-attention", f"{sizes}{query}", *more])))
 
 
 MIXERS = (
