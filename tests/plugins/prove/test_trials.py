@@ -106,5 +106,5 @@ def test_an_export_that_says_another_model_is_found(
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", faults_found.FAULTS)
 def test_a_planted_fault_is_found_by_drawing(fault: Callable[[], None], folder: Path, data: list[str]) -> None:
-    """Within 300 draws; benchmarks/results/planted_faults-2026-11-29.json has after how many."""
+    """Within 300 draws; `tests/support/faults_found.py` records after how many."""
     assert len([*faults_found.found([fault], Draws(300, data), Trials(folder / "planted", data), 300)]) == 1
