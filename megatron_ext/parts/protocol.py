@@ -336,6 +336,18 @@ class ProductFormats:
         input gradient and the weight gradient; None where no flag asks for it."""
         raise NotImplementedError
 
+    def gathered_bytes(
+        self, config: Config, parameter: Parameter, layer: int | None, shape: tuple[int, ...]
+    ) -> int | None:
+        """Return the bytes of an element of a parameter when data-parallel ranks gather it, where it is rounded first;
+        None where it is gathered as it is.
+
+        Args:
+            layer: number of its layer; None of a depth of multi-token prediction.
+            shape: its shape on a rank, before data-parallel ranks divide it.
+        """
+        raise NotImplementedError
+
     def install(self, chunk: Any, config: Config, groups: Any) -> None:
         """Have the layers of a model chunk multiply so, where the flags ask for it. Imports torch.
 
