@@ -120,13 +120,13 @@ class _Stage:
         """Return the bytes that a gather of all weights has less because some are gathered in fewer bits: of dense
         parameters and of routed experts. Their scales are a few bytes a tensor."""
         config, less = self.config, [0, 0]
-        every = [formats for formats in brought("product_formats") if formats.asked(config)]
+        every = [each for formats in brought("product_formats") if (each := formats.gathered_bytes(config))]
         layers = (layer for chunk in self.shapes.stacks[self.stage] for layer in chunk) if every else ()
         for layer in layers:
             number = layer.number if layer.next_token is None else None
             for parameter in layer_parameters(config, layer, (0,)):
                 shape = parameter.local_shape(tensor_size(config, parameter))
-                each = [size for one in every if (size := one.gathered_bytes(config, parameter, number, shape))]
+                each = [size for one in every if (size := one(parameter, number, shape))]
                 if each:
                     experts = layer.experts.count if layer.experts and parameter.expert is not None else 0
                     held = experts // config.layout.expert_model_parallel_size or 1

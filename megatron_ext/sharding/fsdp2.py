@@ -48,9 +48,9 @@ from megatron_ext.device.many_tensors import scale_
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.optim.settings import optimizer_config
+from megatron_ext.parallel.narrow import Held, Narrow, agree, narrow_of
 from megatron_ext.parallel.rows import RowShard, local_part, mark
 from megatron_ext.sharding.engine import build_optimizer, ddp_config
-from megatron_ext.sharding.narrow import Held, Narrow, agree, narrow_of
 from megatron_ext.sharding.row_shards import HostRowOptimizer, RowSharding, RowShardOptimizer, local_gradient
 from megatron_ext.sharding.scheme import Watcher
 

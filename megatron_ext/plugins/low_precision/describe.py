@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_ext.config.schema import Config, flags_of
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.protocol import ProductFormats
+from megatron_ext.parts.protocol import GatheredBytes, ProductFormats
 from megatron_ext.parts.stack import layers
 from megatron_ext.parts.ways import Way
 from megatron_ext.plugins.low_precision.flags import LowPrecisionFlags
@@ -62,14 +62,17 @@ class FewBits(ProductFormats):
         )
         return len(chosen_layers(config)) / len(layers(config)), (forward, input_gradient, weight_gradient)
 
-    def gathered_bytes(
-        self, config: Config, parameter: Parameter, layer: int | None, shape: tuple[int, ...]
-    ) -> int | None:
-        """Return 1 for the weights that --fp8-param-gather gathers in FP8."""
+    def gathered_bytes(self, config: Config) -> GatheredBytes | None:
+        """Return what says 1 of the weights that --fp8-param-gather gathers in FP8."""
         chosen = chosen_layers(config)
-        if not chosen or (layer is not None and layer not in chosen) or not is_matrix(parameter.name, shape):
+        if not chosen or not flags_of(config.training, LowPrecisionFlags).fp8_param_gather:
             return None
-        return 1 if gathers_in_eight_bits(config, shape) else None
+
+        def of(parameter: Parameter, layer: int | None, shape: tuple[int, ...]) -> int | None:
+            is_chosen = (layer is None or layer in chosen) and is_matrix(parameter.name, shape)
+            return 1 if is_chosen and gathers_in_eight_bits(config, shape) else None
+
+        return of
 
     def install(self, chunk: Any, config: Config, groups: Any) -> None:
         """Have the chosen layers of a model chunk multiply in few bits."""

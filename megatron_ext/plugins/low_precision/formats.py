@@ -211,19 +211,13 @@ def recipe_of(config: Config) -> Recipe:
 
 def gathers_whole(config: Config) -> str | None:
     """Return why --fp8-param-gather changes nothing, with what does; None where weights are gathered in FP8."""
-    flags, layout = flags_of(config.training, LowPrecisionFlags), config.layout
+    flags = flags_of(config.training, LowPrecisionFlags)
     if not recipe_of(config).rounds_weights_once:
         return (
             f"--fp8-recipe {flags.fp8_recipe} rounds a weight along its rows for one product and along its columns for "
             "another, which together have as many bytes as in bf16; use --fp8-recipe tensorwise or blockwise"
         )
-    if layout.use_megatron_fsdp:
-        return "Megatron-FSDP gathers weights in bf16; use --use-torch-fsdp2 instead of --use-megatron-fsdp"
-    if not layout.sharding.optimizer:
-        return "no weights are gathered; use --use-distributed-optimizer"
-    if layout.torch_fsdp2_cpu_offload:
-        return "weights in host memory are gathered in bf16; leave --torch-fsdp2-cpu-offload out"
-    return None
+    return config.layout.sharding.gathers_whole(config)
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -232,8 +226,8 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
 
 
 def gathers_in_eight_bits(config: Config, shape: Sequence[int]) -> bool:
-    """Return whether a chosen layer's weight is gathered in FP8. FSDP2 gathers one in bf16 whose rows it does not
-    divide equally: torch pads them.
+    """Return whether a chosen layer's weight is gathered in FP8. One whose rows a scheme does not divide equally,
+    and pads, is gathered in bf16.
 
     Args:
         shape: its shape on a rank, before it is divided over data-parallel ranks.
@@ -242,7 +236,7 @@ def gathers_in_eight_bits(config: Config, shape: Sequence[int]) -> bool:
     if not flags_of(config.training, LowPrecisionFlags).fp8_param_gather or gathers_whole(config) is not None:
         return False
     ranks = layout.data_parallel_size * layout.context_parallel_size // layout.num_distributed_optimizer_instances
-    return not layout.use_torch_fsdp2 or shape[0] % ranks == 0
+    return not layout.sharding.equal_rows or shape[0] % ranks == 0
 
 
 def chosen_layers(config: Config) -> range:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_ext.parallel.narrow import Narrow
 from megatron_ext.plugins.low_precision.formats import Format
 from megatron_ext.plugins.low_precision.quantize import Quantized, block_scales, largest_of_blocks, quantize
-from megatron_ext.sharding.narrow import Narrow
 
 
 class EightBits(Narrow):
