@@ -36,7 +36,7 @@ from benchmarks.fp8_loss import FIRST_SEED, write_text
 from benchmarks.recording import heading, keep, sentence
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.markup import Markup, element, svg_file
+from megatron_ext.plugins.pages.markup import Markup, element, svg_file
 
 ROOT = Path(__file__).resolve().parent.parent
 
