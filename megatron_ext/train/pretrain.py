@@ -254,19 +254,13 @@ def _join_ranks(
     Returns:
         The store of the ranks; None where another has made their group.
     """
-    import torch
-
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
     from megatron_ext.train.callbacks import profiling
     from megatron_ext.train.start_watchdog import begin_watch
 
     config = configured.config
-    ends.callback(
-        torch.use_deterministic_algorithms,
-        torch.are_deterministic_algorithms_enabled(),
-        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    ends.callback(_set_determinism, _determinism())
     profiling.begin(config, status.rank, here)
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)
@@ -279,6 +273,21 @@ def _join_ranks(
     status.watch = begin_watch(status, config.layout, here, store)
     ends.callback(status.watch.close)
     return store
+
+
+def _determinism() -> tuple[bool, bool]:
+    """Return whether torch takes deterministic algorithms alone, and whether it only warns of others."""
+    import torch
+
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_determinism(before: tuple[bool, bool]) -> None:
+    """Set what `_determinism` has returned. torch imports a part of its compiler to do so: only where it differs."""
+    import torch
+
+    if _determinism() != before:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> Configured:
