@@ -54,6 +54,7 @@ def pretrain(
     layer_parameters: OwnParameters | None = None,
     optimizer: OptimizerTraits | OptimizerClass | None = None,
     learning_rate: Schedule | None = None,
+    families: Sequence[Any] = (),
     returns_model: bool = False,
 ) -> Trained:
     """Train as configured, on this rank: the entry of the library. docs/extending.md has an example of every argument.
@@ -74,15 +75,17 @@ def pretrain(
         optimizer: a class of torch.optim.Optimizer, or traits of one that is not in config/derived/optimizers.py, in
             place of --optimizer.
         learning_rate: changes the rate of each step.
+        families: further families of Hugging Face models.
         returns_model: whether what is returned has the model, which otherwise is freed.
     Returns:
         The losses of the steps, and where the run wrote what; the rows of the metrics where there is no `status`.
     Raises:
         TrainingError: something ended the run before its planned end.
     """
-    extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
+    extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate, families)
     hand_over(config, vars(extensions))
-    configured, keeps_rows = config if isinstance(config, Configured) else configure(config), status is None
+    with extensions.registered():
+        configured, keeps_rows = config if isinstance(config, Configured) else configure(config), status is None
     if configured is not config:
         _print_warnings(configured.typed.warnings)
     with extensions.registered(), _process_given_back(configured.config, status) as (status, ends):
