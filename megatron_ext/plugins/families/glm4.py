@@ -1,4 +1,4 @@
-"""GLM-4 of 2025 (0414): GLM with norms on both sides of attention and MLP."""
+"""GLM-4 (0414): GLM with norms on both sides (`--norm-position both`)."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: half of each head's channels are rotated, and DeepSeek-V3's experts after dense first layers."""
+"""GLM-4.5, 4.6: deepseek_v3's experts; half of the channels rotated, norms of queries and keys or none."""
 
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.mixtures import AHEAD, MIXTURE_NAMES, V3_MIXTURE

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that lie transposed."""
+"""GPT-2: learned positions, LayerNorm, transposed matrices, tanh or exact GELU."""
 
 from typing import Any
 

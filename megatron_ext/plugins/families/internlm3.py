@@ -1,4 +1,4 @@
-"""InternLM3: Llama's class, with biases in all matrices or in none."""
+"""InternLM3: llama's class, with biases in all matrices or none."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""IQuest-Coder: Llama's class."""
+"""IQuest-Coder: llama's class."""
 
 from dataclasses import replace
 

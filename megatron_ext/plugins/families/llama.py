@@ -1,4 +1,5 @@
-"""Llama: the decoder that others vary; with biases in all matrices or in none."""
+"""Llama 2, 3, 3.1, 3.2: rope scaling (`llama3`), tied or not, biases of attention, of the MLP, of both or neither
+(`--add-qkv-bias --add-output-bias`, `--add-mlp-bias`)."""
 
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder

@@ -1,4 +1,4 @@
-"""Qwen2: Llama with biases of queries, keys and values alone."""
+"""Qwen2, Qwen2.5: bias on queries, keys and values; windows from layer `max_window_layers` on, or by `layer_types`."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of queries and keys, head by head."""
+"""Qwen3: norms of queries and keys; windows as in Qwen2."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

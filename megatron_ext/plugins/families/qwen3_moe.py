@@ -1,4 +1,5 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in its layers, or in some of them."""
+"""Qwen3-MoE: experts in all layers or some (`--moe-layer-freq`); `norm_topk_prob` false is
+`--moe-router-pre-softmax`."""
 
 from typing import Any
 
