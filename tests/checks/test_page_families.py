@@ -1,4 +1,4 @@
-"""docs/huggingface.md has a row for each family, made of the docstring of its file; `tools/make_docs.py` writes them."""
+"""docs/huggingface.md has a row for each family, made of the docstring of its file (`tools/make_docs.py`)."""
 
 from pathlib import Path
 
