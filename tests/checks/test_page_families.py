@@ -14,6 +14,11 @@ def test_the_table_is_made_from_the_families() -> None:
     assert page.count(families_table()) == 1
 
 
+def test_a_type_is_of_one_family() -> None:
+    names = [name for family in FAMILIES.values() for name in (family.model_type, *family.other_names)]
+    assert len(names) == len({*names})
+
+
 def test_every_family_says_its_models_and_notes() -> None:
     rows = [line.split(" | ") for line in families_table().splitlines()[2:]]
     assert [cells[0].removeprefix("| ").split(", ")[0] for cells in rows] == list(FAMILIES)

@@ -26,6 +26,6 @@ DEEPSEEK_V3 = Family(
     dependent_flags=lambda model: {**latents.what_latents_can_say(model), **V3_MIXTURE.dependent_flags(model)},
     is_common=True,
     may_be_dense=True,
-    other_names=("kimi_k2",),  # whose files name the same class
+    other_names={"kimi_k2": {}},  # whose files name the same class
     respelled={r"(^|\.)model\.blocks\.": r"\1model.layers."},  # of a Kimi K2.5 that transformers 5.23 has written
 )

@@ -12,5 +12,5 @@ GLM4 = replace(
     architecture="Glm4ForCausalLM",
     names={**GLM.names, **_AFTER},
     flags={**GLM.flags, "norm_position": "both"},
-    other_names=("glm4v_text",),
+    other_names={"glm4v_text": {}},
 )

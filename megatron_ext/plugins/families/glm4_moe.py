@@ -24,5 +24,5 @@ GLM4_MOE = Family(
     },
     {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
     dependent_flags=V3_MIXTURE.dependent_flags,
-    other_names=("glm4v_moe_text",),
+    other_names={"glm4v_moe_text": {}},
 )

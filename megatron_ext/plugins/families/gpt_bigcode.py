@@ -40,4 +40,5 @@ GPT_BIGCODE = replace(
     qkv_by_groups=True,
     transposed=frozenset(),
     is_seldom=True,
+    other_names={},
 )

@@ -42,4 +42,5 @@ GRANITE = Family(
     DECODER_FLAGS,
     *keys(decoder(biases="all"), GRANITES),
     dependent_flags=biases_of_attention,
+    other_names={"granite4_vision_text": {}},
 )

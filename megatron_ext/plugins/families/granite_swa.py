@@ -65,6 +65,7 @@ def with_windows(family: Family, model_type: str, architecture: str, *of_family:
         names={**family.names, **_SINKS},
         flags={**family.flags, "softmax_type": "learnable"},
         dependent_flags=_dependent_flags,
+        other_names={},
     )
 
 

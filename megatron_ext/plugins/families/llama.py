@@ -12,4 +12,10 @@ LLAMA = Family(
     *decoder(biases="all"),
     dependent_flags=biases_of_attention,
     is_common=True,
+    other_names={
+        "emu3_text_model": {
+            **{"num_key_value_heads": 8, "max_position_embeddings": 9216, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+            "attention_dropout": 0.1,
+        },
+    },
 )

@@ -11,5 +11,5 @@ QWEN2 = Family(
     *shared.keys(shared.decoder(), shared.SWITCHABLE_WINDOWS),
     {"num_key_value_heads": 32, **shared.SWITCHED_WINDOWS},
     is_common=True,
-    other_names=("qwen2_vl_text", "qwen2_5_vl_text"),
+    other_names={"qwen2_vl_text": {}, "qwen2_5_vl_text": {}},
 )

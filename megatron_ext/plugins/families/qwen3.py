@@ -11,5 +11,5 @@ QWEN3 = Family(
     *shared.keys(shared.decoder(biases="attention"), shared.SWITCHABLE_WINDOWS),
     {"num_key_value_heads": 32, "head_dim": 128, **shared.SWITCHED_WINDOWS},
     dependent_flags=shared.biases_of_attention,
-    other_names=("qwen3_vl_text",),
+    other_names={"qwen3_vl_text": {}},
 )
