@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from megatron_ext import errors
-from megatron_ext.markup import code, table
+from megatron_ext.plugins.pages.markup import code, table
 
 _PACKAGE = Path(errors.__file__).parent
 _FILES = (
