@@ -33,7 +33,7 @@ _FP32 = 4
 KEPT_ROWS = 64
 """Queries of one block of attention that keeps its weights."""
 
-_FEW_KEYS = 512
+FEW_KEYS = 512
 """Most keys of such a block on a CPU."""
 
 WINDOW_ROWS = 64
@@ -45,7 +45,7 @@ LARGEST_SCORE = Number("max_attention_logit", "largest", "", "max_attention_logi
 
 def has_few_keys(length: int, window: int | None) -> bool:
     """Return whether attention over so many positions keeps its weights on a CPU, in fp32."""
-    return (length if window is None else min(length, window + KEPT_ROWS - 1)) <= _FEW_KEYS
+    return (length if window is None else min(length, window + KEPT_ROWS - 1)) <= FEW_KEYS
 
 
 def _kept_weights(length: int, window: int | None) -> int:
