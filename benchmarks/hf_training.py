@@ -7,8 +7,8 @@
 Each model has 4 layers of 256 channels and is trained on 4 x 256 tokens in fp32 with fused AdamW, clipping and no
 dropout. transformers writes its initial weights, which ours reads by --load-hf, and is given the batches of ours;
 the losses of the first steps must agree within 1e-5, or nothing is reported. transformers runs eager and compiled, a
-mixture of experts by each of its implementations that trains in fp32 on a CPU; ours eager, and compiled where it can
-be. fla-core, whose kernels are for GPUs, is hidden from transformers.
+mixture of experts by each of its implementations, and compiled by the one that copes with changing numbers of tokens;
+ours eager, and compiled where --torch-compile is not refused. fla-core, whose kernels are for GPUs, is hidden from transformers.
 
 Every contestant has a process of its own, and they take turns in blocks of steps, each round in another order
 (`cpu_speed.py`). A figure is the median, over the rounds, of the ratio of two neighboring blocks, by the clock and by
@@ -85,12 +85,14 @@ class Contestant:
 
 def contestants(family: str) -> list[Contestant]:
     """Return the contestants of a family, ours in eager mode first."""
-    kinds = EXPERTS_IMPLEMENTATIONS if family in WITH_EXPERTS else (None,)
+    has_experts = family in WITH_EXPERTS
+    kinds = EXPERTS_IMPLEMENTATIONS if has_experts else (None,)
     theirs = [Contestant("transformers" + (f", {kind}" if kind else ""), False, experts=kind) for kind in kinds]
-    # By token copies of the matrices, batched_mm is the slowest by far, and its compilation takes minutes.
-    compiled = [replace(one, name=f"{one.name}, compiled", compiled=True) for one in theirs[:2]]
-    theirs += compiled
-    return [Contestant("ours", True), Contestant("ours, compiled", True, True), *theirs]
+    # The others compile every number of tokens of an expert anew, or copy its matrices for each token.
+    fit = [one for one in theirs if one.experts in (None, "grouped_mm")]
+    theirs += [replace(one, name=f"{one.name}, compiled", compiled=True) for one in fit]
+    ours = [Contestant("ours", True), *([] if has_experts else [Contestant("ours, compiled", True, True)])]
+    return [*ours, *theirs]
 
 
 def write_folder(family: str, folder: Path) -> None:
