@@ -77,7 +77,8 @@ def written_as(config: Config) -> tuple[Family, Config]:
     except ConfigurationError:
         if not config.model.mtp_num_layers:
             raise
-        trunk = dataclasses.replace(config, model=dataclasses.replace(config.model, mtp_num_layers=None))
+        model = dataclasses.replace(config.model, mtp_num_layers=None, mtp_hybrid_override_pattern=None)
+        trunk = dataclasses.replace(config, model=model)
         return family_of(trunk), trunk
 
 
