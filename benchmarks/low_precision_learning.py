@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.fp8_loss import FIRST_SEED, write_text
 from benchmarks.recording import heading, keep, sentence
-from megatron_ext.markup import Markup, element, svg_file
+from megatron_ext.plugins.pages.markup import Markup, element, svg_file
 
 ROOT = Path(__file__).resolve().parent.parent
 

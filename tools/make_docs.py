@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.config.parse.reference import flags_page
+from megatron_ext.plugins.megatron_lm.reference import flags_page
 from tests.support.errors_page import errors_page
 from tests.support.formats_page import formats_page
 

@@ -303,7 +303,7 @@ READS_FIELDS_OF_LAYERS = {
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
     "plugins/low_precision/rules.py": "judge what was typed",
     "plugins/huggingface/exporter.py": "writes the flags into the model card",
-    "checkpoint/native/single_process.py": "sizes of the tensors that stack all layers in a checkpoint",
+    "plugins/checkpoint_tools/single_process.py": "sizes of the tensors that stack all layers in a checkpoint",
     "plugins/prove/gather.py": "names the modules of every layer",
 }
 MIXERS = [f"plugins/{name}/" for name, plugin in plugins().items() if "mixers" in plugin.brings]

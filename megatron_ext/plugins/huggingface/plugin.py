@@ -5,7 +5,7 @@ from megatron_ext.registry import Plugin
 PLUGIN = Plugin(
     "huggingface",
     page="docs/huggingface.md",
-    needs=("families",),
+    needs=("checkpoint_tools", "families", "pages"),
     commands={
         "convert": (
             "megatron_ext.plugins.huggingface.commands.convert_checkpoint",

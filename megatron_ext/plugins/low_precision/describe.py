@@ -1,9 +1,10 @@
 """What the core asks of products in few bits, without torch: flags, GPUs, --dry-run, the planner's rates."""
 
+from random import Random
 from typing import Any
 
 from megatron_ext.config.schema import Config
-from megatron_ext.parts.protocol import ProductFormats
+from megatron_ext.parts.protocol import ProductFormats, taken
 from megatron_ext.parts.stack import layers
 from megatron_ext.parts.ways import Way
 from megatron_ext.plugins.low_precision.formats import asked, chosen_layers, recipe_of, with_recipe
@@ -72,3 +73,16 @@ def _way(flag: str, field: str, name: str) -> Way:
 
 
 WAYS = ({"FP8": _way("--fp8-format", "fp8_format", "FP8"), "FP4": _way("--fp4-format", "fp4_format", "FP4")},)
+
+
+def draw(random: Random) -> list[str]:
+    """Return flags of a format of eight or four bits, drawn at random; most draws have none."""
+    of_fp8 = f"--fp8-format {random.choice(('hybrid', 'e4m3'))} --fp8-recipe "
+    recipes = [f"{of_fp8}{recipe}" for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8")]
+    recipes += [f"--fp4-format e2m1 --fp4-recipe {recipe}" for recipe in ("nvfp4", "mxfp4")]
+    ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16"
+    kept = ("", "", f" {ends} 1 --num-layers-at-end-in-bf16 0", f" {ends} 0 --num-layers-at-end-in-bf16 1")
+    return taken(random, (0.04, f"--bf16 {random.choice(recipes)}{random.choice(kept)}"))
+
+
+DRAWS = (draw,)

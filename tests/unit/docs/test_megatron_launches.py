@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
+from megatron_ext.plugins.megatron_lm.megatron_options import earlier_options, megatron_options
 from tests.support.megatron_launches import Outcome, Recorded, launches_page, other_launches, replay, words, world_size
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -23,8 +23,8 @@ from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.config.parse.settings import Settings, words_of
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prepare.chat_templates import TEMPLATES
 from megatron_ext.terminal import say
-from megatron_ext.tokenizer.chat_templates import TEMPLATES
 
 if TYPE_CHECKING:
     from megatron_ext.plugins.tasks.generation import Generated
@@ -227,7 +227,7 @@ def encoder(model: Any, template: str | None) -> "Encoder":
     if template is not None:
         if tokenizer is None:
             raise ConfigurationError("--chat-template needs the model's tokenizer; name it with --tokenizer-type")
-        from megatron_ext.tokenizer.chat import chat_template
+        from megatron_ext.plugins.prepare.chat import chat_template
 
         chat = chat_template(template, tokenizer)
 
