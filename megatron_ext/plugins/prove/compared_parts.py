@@ -228,32 +228,12 @@ AHEAD = {
     "PP2 EP2, Et*4|mL, a token ahead by latents and experts": (4, f"{PP2} {SPLIT} Et*4|mL {EP2} {ALLTOALL}"),
     "one process, recompute full uniform, two tokens ahead": (1, f"{RECOMPUTED} 1 --recompute-method uniform"),
     "one process, recompute selective, two tokens ahead": (1, "--recompute-granularity selective"),
-    "TP2 SP, hybrid, two tokens ahead": (2, TP2_SP),
-    "TP2 SP EP2, hybrid, two tokens ahead": (4, f"{TP2_SP} {EP2}"),
-    "PP2, hybrid, two tokens ahead": (2, PP2),
-    "PP2 VPP2 EP2, hybrid, two tokens ahead": (4, f"{PP2_VPP2} {EP2} {ALLTOALL} {WHOLE}"),
-    "PP2, Et*4|mmL, hybrid, two tokens ahead": (2, f"{PP2} {SPLIT} Et*4|mmL"),
-    "CP2 p2p, hybrid, two tokens ahead": (2, f"{CP2} p2p"),
-    "ZeRO-3, hybrid, two tokens ahead": (2, f"{MEGATRON_FSDP} optim_grads_params"),
-    "DP2 distributed optimizer, overlap, hybrid, two tokens ahead": (2, OVERLAP),
-    "one process, recompute full uniform, hybrid, two tokens ahead": (
-        1,
-        f"{RECOMPUTED} 1 --recompute-method uniform",
-    ),
-    "TP2 SP PP2 VPP2, tied hybrid, a token ahead": (4, f"{TP2_SP} {PP2_VPP2}"),
-    "TP4, tied hybrid, a token ahead": (4, TP4),
-    "CP4 p2p, tied hybrid, a token ahead": (4, f"{CP4} p2p"),
-    "PP2 FSDP2, tied hybrid, a token ahead": (4, f"{PP2} {FSDP2}"),
-    "TP2 SP FSDP2, tied hybrid, a token ahead": (4, f"{TP2_SP} {FSDP2}"),
-    "CP2 a2a, tied hybrid, a token ahead, packed": (2, f"{CP2} a2a"),
 }
 QUICK_AHEAD = {
     "PP2 DP2 distributed optimizer, overlap, products add gradients, one token ahead",
     "PP2, Et*4|mL, one token ahead",
     "TP2 SP PP2 VPP2, one token ahead",
     "CP2 all_gather, two tokens ahead, packed",
-    *("TP2 SP EP2, hybrid, two tokens ahead", "TP2 SP PP2 VPP2, tied hybrid, a token ahead"),
-    "CP2 a2a, tied hybrid, a token ahead, packed",
 }
 
 # Pieces that no other model has, each in layouts that might take it for the usual one.
