@@ -1,5 +1,6 @@
 """When a run takes snapshots, and what it says of them. tests/distributed/test_snapshots.py goes on from snapshots."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
