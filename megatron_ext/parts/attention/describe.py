@@ -5,7 +5,7 @@ key/value heads of a rank, w bytes of an element, a rank holds of each layer
 
     heads         w T (D (q + g) + V g)     queries, keys, values (with all_gather: keys and values of all positions)
     core          w T V q + 4 T q           attention's result and the normalizer of its softmax; SDPA keeps no weights
-                  w T S q                   in short sequences in fp32 on a CPU: the weights (parts/attention/short)
+                  w T K q                   with few keys in fp32 on a CPU: the weights (parts/attention/short)
     projection    w T V q                   input of the output projection
 
 and of its context-parallel ranks c each sends, with Q and KV this rank's queries, and keys with values:
@@ -30,14 +30,30 @@ from megatron_ext.parts.ways import Asked
 
 _FP32 = 4
 
-SHORT = 128
-"""Positions of the longest sequences whose attention keeps its weights on a CPU."""
+KEPT_ROWS = 64
+"""Queries of one block of attention that keeps its weights."""
+
+FEW_KEYS = 512
+"""Most keys of such a block on a CPU."""
 
 WINDOW_ROWS = 64
 """Queries of a window that are computed at once where no kernel knows windows."""
 
 LARGEST_SCORE = Number("max_attention_logit", "largest", "", "max_attention_logit", "max attention logit")
 """The largest product of a query with a key that it sees, times the scale."""
+
+
+def has_few_keys(length: int, window: int | None) -> bool:
+    """Return whether attention over so many positions keeps its weights on a CPU, in fp32."""
+    return (length if window is None else min(length, window + KEPT_ROWS - 1)) <= FEW_KEYS
+
+
+def _kept_weights(length: int, window: int | None) -> int:
+    """Return the number of weights of a sequence and head that are kept."""
+    firsts = range(0, length, KEPT_ROWS)
+    rows = [min(KEPT_ROWS, length - first) for first in firsts]
+    keys = [first + row - (0 if window is None else max(0, first + 1 - window)) for first, row in zip(firsts, rows)]
+    return sum(row * key for row, key in zip(rows, keys))
 
 
 @dataclass(frozen=True)
@@ -294,16 +310,16 @@ class Attention(Part):
             heads += share.width * share.tokens * (self.head_size * queries + keys + values)  # before they are clipped
         core = context + _FP32 * share.tokens * queries
         if self._keeps_weights(share):
-            core = share.width * share.tokens * share.length * queries
+            core = share.width * share.tokens * queries * _kept_weights(share.length, self.window) / share.length
         return {"heads": heads, "core": core, "projection": context}
 
     def _keeps_weights(self, share: Share) -> bool:
-        """Return whether whole, short sequences are computed without a kernel."""
+        """Return whether whole sequences with few keys are computed without a kernel."""
         config = share.config
-        whole = share.context == 1 or "a2a" in config.layout.cp_comm_type
-        plain = self.window is None and config.model.attention_dropout == 0.0 and not config.data.reset_attention_mask
-        plain = plain and self.softmax == VANILLA
-        return whole and plain and not share.fused and share.width == _FP32 and share.length <= SHORT
+        whole = share.context == 1 or ("a2a" in config.layout.cp_comm_type and self.window is None)
+        plain = config.model.attention_dropout == 0.0 and not config.data.reset_attention_mask
+        plain = plain and self.softmax == VANILLA and not share.fused and share.width == _FP32
+        return whole and plain and has_few_keys(share.length, self.window)
 
     def gradients(self, share: Share) -> float:
         """Return gradient bytes: of queries, keys and values."""

@@ -11,6 +11,7 @@ PLUGIN = Plugin(
         "flags": "megatron_ext.plugins.low_precision.flags:FLAGS",
         "product_formats": "megatron_ext.plugins.low_precision.describe:PRODUCT_FORMATS",
         "rules": "megatron_ext.plugins.low_precision.rules:RULES",
+        "warnings": "megatron_ext.plugins.low_precision.rules:WARNINGS",
         "ways": "megatron_ext.plugins.low_precision.describe:WAYS",
     },
 )

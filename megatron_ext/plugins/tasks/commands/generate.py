@@ -24,6 +24,7 @@ from megatron_ext.config.parse.settings import Settings, words_of
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.prepare.chat_templates import TEMPLATES
+from megatron_ext.registry import with_own
 from megatron_ext.terminal import say
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def generate(prompts: str | Sequence[str], settings: Settings = None, /, **flags: Any) -> "list[Generated]":
+def generate(
+    prompts: str | Sequence[str], settings: Settings = None, /, *, families: Sequence[Any] = (), **flags: Any
+) -> "list[Generated]":
     """Let a trained model go on from prompts, in this process, and return an answer for each prompt.
 
         [answer] = generate("Once upon a time", load="run", num_tokens_to_generate=64, temperature=0.8)
@@ -53,6 +56,7 @@ def generate(prompts: str | Sequence[str], settings: Settings = None, /, **flags
     Args:
         prompts: a text, or several. Of a model without a tokenizer of text, token ids: "5 17 42".
         settings: a dict of settings by the flags' names, or flags as on a command line.
+        families: families of Hugging Face models beyond the program's, as `pretrain` takes them.
         flags: settings as keywords, which win over `settings`.
     Raises:
         ConfigurationError: the settings cannot work, or a prompt cannot be encoded.
@@ -62,7 +66,8 @@ def generate(prompts: str | Sequence[str], settings: Settings = None, /, **flags
     def answer(leader: "Leader", options: Any, sampling: "Sampling") -> "list[Generated]":
         return _generated(leader, asked, options, sampling)
 
-    return _led(words_of(settings, flags, _parser().knows), answer) or []
+    with with_own("families", families):
+        return _led(words_of(settings, flags, _parser().knows), answer) or []
 
 
 def _led[Result](argv: list[str], ask: "Callable[[Leader, Any, Sampling], Result]") -> "Result | None":
