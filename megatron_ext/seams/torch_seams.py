@@ -3,6 +3,7 @@
 from megatron_ext.seams.seam import Seam
 
 _C10D = "torch.distributed.distributed_c10d"
+_FSDP = "torch.distributed.fsdp._fully_shard"
 _DCP = "torch.distributed.checkpoint"
 _PIPELINES = "torch.distributed.pipelining.schedules"
 _ATTENTION = "torch.ops.aten._scaled_dot_product_flash_attention"
@@ -67,6 +68,17 @@ TORCH = (
         called_by=("torch.Tensor.register_post_accumulate_grad_hook",),
     ),
     Seam("torch.distributed.tensor.DTensor._local_tensor", "this rank's rows of a weight or gradient, without a copy"),
+    Seam(f"{_FSDP}._fully_shard.FSDPModule._get_fsdp_state", "called once: the state of a unit, for its weights"),
+    Seam(
+        f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_groups",
+        "the groups of a unit's weights, each with its fsdp_params",
+        called_by=(f"{_FSDP}._fully_shard.FSDPModule.reshard",),
+    ),
+    Seam(
+        f"{_FSDP}._fsdp_param.FSDPParam.all_gather_outputs",
+        "emptied where an evaluation gathers other bytes than training does: torch then makes room anew",
+        called_by=(f"{_FSDP}._fsdp_param.FSDPParam.init_all_gather_outputs",),
+    ),
     Seam(
         "torch._C._current_graph_task_id", "-1 outside of a backward pass: a module that runs inside of one recomputes"
     ),

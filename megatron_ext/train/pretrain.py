@@ -296,11 +296,11 @@ def _set_determinism(before: tuple[bool, bool]) -> None:
 def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> Configured:
     """Return the configuration for the checkpoint that all ranks go on from."""
     if configured.search is not None:
-        from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
         from megatron_ext.checkpoint.native.agreed_checkpoint import agree
 
         search, before = configured.search, configured.typed.warnings
-        resume = newest_snapshot(configured.config, search) or agree(search, configured.config.checkpoint)
+        newer = (kept.newest(configured.config, search) for kept in brought("newer_states"))
+        resume = next(filter(None, newer), None) or agree(search, configured.config.checkpoint)
         configured = configure_for(configured, resume)
         _print_warnings([warning for warning in configured.typed.warnings if warning not in before])
         configured = replace(configured, config=extensions.applied(configured.config))
@@ -397,11 +397,14 @@ def _load(run: "Run", configured: Configured) -> None:
     run.progress.phase = "loading what it begins with"
     iteration = 0
     if resume is not None:
-        from megatron_ext.checkpoint.local.writer import restore_snapshot
         from megatron_ext.checkpoint.native.load_checkpoint import load_saved
         from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
 
-        iteration = restore_snapshot(run, resume.iteration) if resume.is_snapshot else load_saved(run, resume)
+        if resume.is_snapshot:
+            [kept] = brought("newer_states")
+            iteration = kept.restore(run, resume.iteration)
+        else:
+            iteration = load_saved(run, resume)
         if not flags.finetune and not configured.begins_stage:
             check_data_is_that_of_the_checkpoint(run, resume)
     if flags.load is not None and run.rank == 0:

@@ -280,6 +280,7 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
                     "dots.llm1, unnormalized",
                     "A.X-K1",
                     "Command A+",
+                    "Qwen3-Omni, its text model",
                 ),
             )
         ),

@@ -263,18 +263,19 @@ class SDPAttention(torch.nn.Module):
         query, key, value = heads_BHSD
         if key.device.type == "cuda":
             return self.reads_tokens(key, key.size(-1))
-        if torch.compiler.is_compiling() or not self._is_whole(None):
+        if torch.compiler.is_compiling() or not self._is_whole(None, key):
             return False
         return query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
     def reads_tokens(self, x: torch.Tensor, channels: int) -> bool:
         """Return whether a GPU's kernels read heads of so many channels, of the type of x, in the order of tokens. They
         write the output in the order of the queries."""
-        return x.device.type == "cuda" and self._is_whole(None) and channels * x.element_size() % 16 == 0
+        return x.device.type == "cuda" and self._is_whole(None, x) and channels * x.element_size() % 16 == 0
 
-    def _is_whole(self, documents: Documents | None) -> bool:
-        whole = documents is None and self.cp_group is None and self.window is None
-        return whole and self.softmax == VANILLA
+    def _is_whole(self, documents: Documents | None, heads: torch.Tensor) -> bool:
+        """Return whether `_whole` computes the attention of such heads, [B, H or G, S, D]."""
+        whole = documents is None and self.cp_group is None and self.softmax == VANILLA
+        return whole and (self.window is None or takes(heads, self.dropout, self.window))
 
     def forward(
         self,
@@ -285,7 +286,7 @@ class SDPAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Returns the context, [S, B, H * V]. With `documents` of this rank's positions, tokens see their own document
         alone."""
-        attend: Any = self._whole if self._is_whole(documents) else partial(self._divided, documents)
+        attend: Any = self._whole if self._is_whole(documents, query_BHSD) else partial(self._divided, documents)
         heads = query_BHSD, key_BGSD, value_BGSV
         if self._measures and self.training:
             measure: Any = self._measure  # whose decorator hides its arguments' types
@@ -325,8 +326,8 @@ class SDPAttention(torch.nn.Module):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         scale = self.softmax_scale or 1.0 / math.sqrt(query_BHSD.size(-1))
-        if mask is None and takes(query_BHSD, self.dropout):
-            return attend_short(query_BHSD, key_BGSD, value_BGSV, scale)
+        if mask is None and takes(query_BHSD, self.dropout, self.window):
+            return attend_short(query_BHSD, key_BGSD, value_BGSV, scale, self.window)
         # Most of torch's kernels know one size of heads alone, and the others hold all scores.
         query, key, value = widened(query_BHSD, key_BGSD, value_BGSV)
         context = F.scaled_dot_product_attention(

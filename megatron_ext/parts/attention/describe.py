@@ -5,7 +5,7 @@ key/value heads of a rank, w bytes of an element, a rank holds of each layer
 
     heads         w T (D (q + g) + V g)     queries, keys, values (with all_gather: keys and values of all positions)
     core          w T V q + 4 T q           attention's result and the normalizer of its softmax; SDPA keeps no weights
-                  w T S q                   in short sequences in fp32 on a CPU: the weights (parts/attention/short)
+                  w T K q                   with few keys in fp32 on a CPU: the weights (parts/attention/short)
     projection    w T V q                   input of the output projection
 
 and of its context-parallel ranks c each sends, with Q and KV this rank's queries, and keys with values:
@@ -30,14 +30,30 @@ from megatron_ext.parts.ways import Asked
 
 _FP32 = 4
 
-SHORT = 128
-"""Positions of the longest sequences whose attention keeps its weights on a CPU."""
+KEPT_ROWS = 64
+"""Queries of one block of attention that keeps its weights."""
+
+FEW_KEYS = 512
+"""Most keys of such a block on a CPU."""
 
 WINDOW_ROWS = 64
 """Queries of a window that are computed at once where no kernel knows windows."""
 
 LARGEST_SCORE = Number("max_attention_logit", "largest", "", "max_attention_logit", "max attention logit")
 """The largest product of a query with a key that it sees, times the scale."""
+
+
+def has_few_keys(length: int, window: int | None) -> bool:
+    """Return whether attention over so many positions keeps its weights on a CPU, in fp32."""
+    return (length if window is None else min(length, window + KEPT_ROWS - 1)) <= FEW_KEYS
+
+
+def _kept_weights(length: int, window: int | None) -> int:
+    """Return the number of weights of a sequence and head that are kept."""
+    firsts = range(0, length, KEPT_ROWS)
+    rows = [min(KEPT_ROWS, length - first) for first in firsts]
+    keys = [first + row - (0 if window is None else max(0, first + 1 - window)) for first, row in zip(firsts, rows)]
+    return sum(row * key for row, key in zip(rows, keys))
 
 
 @dataclass(frozen=True)
@@ -294,16 +310,16 @@ class Attention(Part):
             heads += share.width * share.tokens * (self.head_size * queries + keys + values)  # before they are clipped
         core = context + _FP32 * share.tokens * queries
         if self._keeps_weights(share):
-            core = share.width * share.tokens * share.length * queries
+            core = share.width * share.tokens * queries * _kept_weights(share.length, self.window) / share.length
         return {"heads": heads, "core": core, "projection": context}
 
     def _keeps_weights(self, share: Share) -> bool:
-        """Return whether whole, short sequences are computed without a kernel."""
+        """Return whether whole sequences with few keys are computed without a kernel."""
         config = share.config
-        whole = share.context == 1 or "a2a" in config.layout.cp_comm_type
-        plain = self.window is None and config.model.attention_dropout == 0.0 and not config.data.reset_attention_mask
-        plain = plain and self.softmax == VANILLA
-        return whole and plain and not share.fused and share.width == _FP32 and share.length <= SHORT
+        whole = share.context == 1 or ("a2a" in config.layout.cp_comm_type and self.window is None)
+        plain = config.model.attention_dropout == 0.0 and not config.data.reset_attention_mask
+        plain = plain and self.softmax == VANILLA and not share.fused and share.width == _FP32
+        return whole and plain and has_few_keys(share.length, self.window)
 
     def gradients(self, share: Share) -> float:
         """Return gradient bytes: of queries, keys and values."""
@@ -540,6 +556,7 @@ def draw(random: Random) -> list[str]:
     scores += [
         "--softmax-scale 0.4",
         "--qkv-clip 1",
+        f"--kv-channels {random.choice((8, 24))}",
         f"--value-channels {random.choice((10, 24))} --value-multiplier 0.7",
     ]
     return [
@@ -560,9 +577,7 @@ def _drawn_positions(random: Random) -> list[str]:
     rotated += [f"--no-rope-freq {random.choice(('2', '[0,1,0,0]'))}", "--rotary-base 100"]
     heated = "--attention-temperature-scale 0.5 --attention-temperature-step 5"
     rotated += [f"--no-rope-freq 2 {heated}", f"--attention-temperature-of rotated {heated}"]
-    rotated += [
-        f"--rope-type {random.choice(('yarn', 'rope'))} --rotary-scaling-factor 4 --original-max-position-embeddings 32"
-    ]
+    rotated += [*_drawn_stretches(random)]
     local = [
         f"--num-query-groups-local {random.choice((1, 4))}",
         "--softmax-type-local learnable",
@@ -573,8 +588,32 @@ def _drawn_positions(random: Random) -> list[str]:
     kind = random.choice(("rope", "rope", "rope", "rope", "learned_absolute", "none", "alibi"))
     return [
         f"--position-embedding-type {kind}",
+        *taken(random, (0.3 * (kind == "learned_absolute"), "--position-embedding-offset 2")),
+        *taken(random, (0.1, f"--max-position-embeddings {random.choice((40, 64))}")),
         *taken(random, (0.5 * (kind == "rope"), random.choice(rotated))),
         *taken(
             random, (0.3, f"{window} --window-attn-skip-freq {layers} {random.choice((*local, '', '', ''))}".strip())
         ),
     ]
+
+
+def _drawn_stretches(random: Random) -> Iterator[str]:
+    """Yield flags of each way of stretching the context of rotary positions, for heads of 16 channels."""
+    yield f"--rotary-seq-len-interpolation-factor {random.choice((2, 4))}"
+    bounds = random.choice(("", " --rope-scaling-low-freq-factor 0.5 --rope-scaling-high-freq-factor 2"))
+    of_llama = "--use-rope-scaling --rope-scaling-factor 4 --rope-scaling-original-max-position-embeddings"
+    yield f"{of_llama} {random.choice((16, 64))}{bounds}"
+    more = (
+        "",
+        "--rotary-attention-factor 1.3",
+        "--beta-fast 8 --beta-slow 2",
+        "--mscale 0.7 --mscale-all-dim 0.4",
+        "--no-yarn-correction-range-round-to-int",
+    )
+    original = "--original-max-position-embeddings"
+    yield f"--rope-type yarn --rotary-scaling-factor 4 {original} 32 {random.choice(more)}".strip()
+    kind, length = random.choice(("dynamic", "rope")), random.choice((16, 32))
+    yield f"--rope-type {kind} --rotary-scaling-factor 4 {original} {length}"
+    short, long = (" ".join(str(first + 0.25 * pair) for pair in range(8)) for first in (1, 2))
+    factors = f"--longrope-short-factor {short} --longrope-long-factor {long}"
+    yield f"--rope-type longrope {factors} --rotary-scaling-factor 2 {original} {random.choice((16, 64))}"

@@ -100,18 +100,24 @@ def has_a_shape(config: Config) -> bool:
 
 def written_as(config: Config) -> tuple[Family, Config]:
     """Return the family that the model is written as, and the configuration that the family can hold: without the
-    depths of multi-token prediction, where no family has the model with them.
+    depths of multi-token prediction, where no family has the model with them; and where a token has one expert, whose
+    score is no share of a sum, with the flag that says so of several, where the family's config.json can.
 
     Raises:
         ConfigurationError: no family has the model without them either, as in `family_of`.
     """
     try:
-        return family_of(config), config
+        family = family_of(config)
     except ConfigurationError:
         if not config.model.mtp_num_layers:
             raise
-        trunk = dataclasses.replace(config, model=dataclasses.replace(config.model, mtp_num_layers=None))
-        return family_of(trunk), trunk
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, mtp_num_layers=None))
+        family = family_of(config)
+    model = config.model
+    has_raw_scores = model.moe_router_topk == 1 and model.moe_router_score_function != "softmax"
+    if _has_experts(config) and has_raw_scores and "moe_router_unnormalized" not in family.fixed:
+        config = dataclasses.replace(config, model=dataclasses.replace(model, moe_router_unnormalized=True))
+    return family, config
 
 
 def obstacles(config: Config, family: Family) -> list[str]:

@@ -95,7 +95,7 @@ def export_huggingface(
     family, config = source.written
     source.check()
     _warn_of_another_type(config, family)
-    if config != source.config:
+    if config.model.mtp_num_layers != source.config.model.mtp_num_layers:
         warn(
             f"{family.model_type} has no depths of multi-token prediction: those of --mtp-num-layers "
             f"{source.config.model.mtp_num_layers} are left out, and the layers before them are exported"

@@ -11,6 +11,10 @@ PLUGIN = Plugin(
             "megatron_ext.plugins.huggingface.commands.convert_checkpoint",
             "convert between checkpoints and Hugging Face folders",
         ),
+        "new-family": (
+            "megatron_ext.plugins.huggingface.commands.new_family",
+            "begin the file of a type of Hugging Face model",
+        ),
     },
     functions={"convert": "megatron_ext.plugins.huggingface.commands.convert_checkpoint:convert"},
     brings={

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.checkpoint.local import rank_file
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.plugins.checkpoint_tools import copying
 from megatron_ext.plugins.checkpoint_tools.copying import (
@@ -29,6 +28,7 @@ from megatron_ext.plugins.checkpoint_tools.copying import (
     gather,
     scatter,
 )
+from megatron_ext.plugins.snapshots import rank_file
 
 
 @dataclass(frozen=True)

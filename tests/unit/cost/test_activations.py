@@ -9,7 +9,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.cost.activations import Activations
 from megatron_ext.data.microbatch import Ahead
 from megatron_ext.parallel import groups
-from megatron_ext.parts.attention.describe import SHORT
+from megatron_ext.parts.attention.describe import FEW_KEYS, KEPT_ROWS
 from megatron_ext.parts.stack import layers, stack
 from megatron_ext.plugins.gated_delta.describe import SPAN
 from tests.support.saved_bytes import bytes_held_for_backward
@@ -109,7 +109,9 @@ def test_a_layer_is_what_docs_say() -> None:
         {"qk_layernorm": True, "num_query_groups": 4, "group_query_attention": False},
         {"squared_relu": True, "swiglu": False, "position_embedding_type": "learned_absolute"},
         {"hidden_dropout": 0.1},
-        {"seq_length": SHORT + 2, "max_position_embeddings": SHORT + 2},
+        {"seq_length": FEW_KEYS + 2, "max_position_embeddings": FEW_KEYS + 2},
+        {"seq_length": 2 * KEPT_ROWS + 2, "max_position_embeddings": 2 * KEPT_ROWS + 2},
+        {"seq_length": 2 * KEPT_ROWS + 2, "max_position_embeddings": 2 * KEPT_ROWS + 2, "window_size": "9,0"},
         {"untie_embeddings_and_output_weights": False},
         {"mtp_num_layers": 2},
         {"mtp_num_layers": 1, "normalization": "LayerNorm"},

@@ -139,7 +139,7 @@ def test_example_scripts_of_megatron_lm_start_as_they_stand():
     assert {outcome.features for outcome in found.values()} == {()}
     llama = found["train_llama3_8b_h100_fp8.sh"]
     told = {warning.split()[0] for warning in llama.warnings if "fp8" in warning}
-    assert told == {"--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather"}
+    assert told == {"--fp8-amax-history-len", "--fp8-amax-compute-algo"}
     assert "train_llama3_8b_h100_fp8.sh (DTYPE=bf16)" in found
 
 

@@ -11,22 +11,25 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_ext.model.config import transformer_config
 from megatron_ext.parallel import groups as groups_of_ranks
 from megatron_ext.parts.attention.compute import SDPAttention
-from megatron_ext.parts.attention.describe import SHORT, Softmax
+from megatron_ext.parts.attention.describe import FEW_KEYS, KEPT_ROWS, Softmax
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
 
-def _attention(dropout: float = 0.0, scale: float | None = None) -> SDPAttention:
+def _attention(dropout: float = 0.0, scale: float | None = None, window: int | None = None) -> SDPAttention:
     config = transformer_config(small_config({"attention_dropout": dropout}), "cpu")
-    return SDPAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
+    return SDPAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale, window=window)
 
 
-def _written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def _written_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
     """Heads [batch, heads, sequence, channels] to a context of [sequence, batch, heads x channels]."""
     repeats = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = torch.einsum("bhsd,bhtd->bhst", query, key) * scale
     future = torch.ones(query.size(2), key.size(2), dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    past = torch.zeros_like(future) if window is None else torch.ones_like(future).tril(-window)
+    weights = scores.masked_fill(future | past, -torch.inf).softmax(-1)
     return torch.einsum("bhst,bhtd->sbhd", weights, value).flatten(2)
 
 
@@ -39,7 +42,15 @@ def _roundings(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()) * 2**8 / 0.42
 
 
-@pytest.mark.parametrize(("sequence", "dtype"), [(33, torch.float32), (SHORT + 1, torch.float32), (33, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("sequence", "dtype"),
+    [
+        (33, torch.float32),
+        (2 * KEPT_ROWS + 1, torch.float32),
+        (FEW_KEYS + 1, torch.float32),
+        (33, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])  # 3: as many as samples
 @pytest.mark.parametrize(("scale", "values"), [(None, 16), (0.5, 16), (None, 24)])
 def test_equals_attention_written_out(
@@ -77,6 +88,23 @@ def test_equals_attention_written_out(
             )
 
 
+@pytest.mark.parametrize("window", [1, 70, KEPT_ROWS, 1000])
+@pytest.mark.parametrize("sequence", [33, 3 * KEPT_ROWS + 1, FEW_KEYS + 1])
+def test_a_window_equals_attention_written_out(sequence: int, window: int) -> None:
+    """In sequences whose weights are kept, in those that are long and whose windows have few keys, and in those that
+    are neither."""
+    torch.manual_seed(0)
+    ours = [torch.randn(2, heads, sequence, 16, requires_grad=True) for heads in (4, 2, 2)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in ours]
+    weight = torch.randn(sequence, 2, 64)
+    context = _attention(window=window)(*ours)
+    expected = _written_out(*exact, 0.25, window)
+    gradients = torch.autograd.grad((context * weight).sum(), ours)
+    exact_gradients = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    for got, wanted in zip((context, *gradients), (expected, *exact_gradients), strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-6)
+
+
 def test_as_many_samples_as_heads_share_keys() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(6, heads, 9, 16) for heads in (6, 2, 2))
@@ -84,13 +112,14 @@ def test_as_many_samples_as_heads_share_keys() -> None:
     torch.testing.assert_close(_attention()(query, key, value).double(), expected, atol=2e-6, rtol=2e-6)
 
 
-def test_no_token_sees_the_future() -> None:
+@pytest.mark.parametrize("last", [5, KEPT_ROWS + 5])
+def test_no_token_sees_the_future(last: int) -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    query, key, value = (torch.randn(1, 2, last + 3, 16) for _ in range(3))
     attention = _attention()
     before = attention(query, key, value)
-    key[:, :, 5:], value[:, :, 5:] = torch.randn(2, 1, 2, 3, 16) * 100.0
-    assert torch.equal(attention(query, key, value)[:5], before[:5])
+    key[:, :, last:], value[:, :, last:] = torch.randn(2, 1, 2, 3, 16) * 100.0
+    assert torch.equal(attention(query, key, value)[:last], before[:last])
 
 
 def test_dropout_draws_from_the_tensor_parallel_generator_and_only_in_training() -> None:
