@@ -8,7 +8,8 @@ Each model has 4 layers of 256 channels and is trained on 4 x 256 tokens in fp32
 dropout. transformers writes its initial weights, which ours reads by --load-hf, and is given the batches of ours;
 the losses of the first steps must agree within 1e-5, or nothing is reported. transformers runs eager and compiled, a
 mixture of experts by each of its implementations, and compiled by the one that copes with changing numbers of tokens;
-ours eager, and compiled where --torch-compile is not refused. fla-core, whose kernels are for GPUs, is hidden from transformers.
+ours eager, and compiled where --torch-compile is not refused. fla-core, whose kernels are for GPUs, is hidden from
+transformers.
 
 Every contestant has a process of its own, and they take turns in blocks of steps, each round in another order
 (`cpu_speed.py`). A figure is the median, over the rounds, of the ratio of two neighboring blocks, by the clock and by
@@ -54,7 +55,12 @@ _COMMON = {
 _POSITIONS = {"max_position_embeddings": SEQUENCE}
 _HEADS = _POSITIONS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 704}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
-_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 _LATENT = {"q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64}
 _ROUTED = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -138,7 +144,9 @@ def run_ours(pipe: Connection, contestant: Contestant, folder: str, steps: int) 
     class TakesTurns(Callback):
         def on_step_begin(self, trainer: Trainer) -> None:
             if trainer.run.state.iteration == 0:
-                batches = [trainer.run.loaders.train.global_batch(step * BATCH, 1)[0] for step in range(steps)]
+                batches: list[Any] = [
+                    trainer.run.loaders.train.global_batch(step * BATCH, 1)[0] for step in range(steps)
+                ]
                 pipe.send([(batch.tokens.numpy(), batch.labels.numpy()) for batch in batches])
             turns.before_step()
 
@@ -222,9 +230,7 @@ def _in_a_process(function: Any, *arguments: Any) -> None:
 def _difference(blocks: dict[str, list[Block]]) -> dict[str, float]:
     """Return for each contestant the largest difference of its first losses from ours."""
     [reference, *_] = (of[0].losses for of in blocks.values())
-    return {
-        name: max(abs(a - b) for a, b in zip(reference, of[0].losses, strict=True)) for name, of in blocks.items()
-    }
+    return {name: max(abs(a - b) for a, b in zip(reference, of[0].losses, strict=True)) for name, of in blocks.items()}
 
 
 def _rows(blocks: dict[str, list[Block]], memory: dict[str, int]) -> dict[str, dict[str, float]]:
