@@ -45,11 +45,11 @@ def write_model(folder: Path) -> None:
     """Write the model. This is done in a process of its own: a child's peak memory begins with its parent's."""
     import numpy as np
 
-    from megatron_ext.checkpoint.safetensors import create
     from megatron_ext.config.resolve import Facts, resolve
     from megatron_ext.plugins.families.hf_config import read_hf_config
     from megatron_ext.plugins.families.registry import FAMILIES
     from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
+    from megatron_ext.plugins.huggingface.safetensors import create
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(MODEL))

@@ -1,7 +1,8 @@
 """Lists what benchmarks/gpu_session.py runs: cases as data, in the order of their value.
 
 A case is a command of its own process, which may print a line `RESULT {...}`, whose figures are then kept. To add one,
-append a `Case` to the list of its phase, or make a new phase in `PHASES`; the runner needs no change.
+append a `Case` to the list of its phase, or make a new phase in `PHASES`; the runner needs no change. A phase whose
+cases may together take longer than a session is divided into parts by `parts`.
 """
 
 import sys
@@ -12,6 +13,8 @@ from megatron_ext.plugins.prove.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 90.0
+SESSION = 570.0
+"""Seconds for which a machine is lent at a time: no part takes longer, whatever its cases do."""
 
 MOCK = "--mock-data --tokenizer-type NullTokenizer --eval-interval 0 --lr 1e-3 --lr-warmup-iters 10 "
 LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
@@ -166,6 +169,20 @@ PACKAGES = (*OF_A_RUN, "triton", "einops", "tokenizers", "orjson", "gigatoken")
 def cases(device: str) -> list[Case]:
     """Return all cases for "cuda" or "cpu"; with "cpu" those that need no GPU, which compare the CPU with itself."""
     return [case for phase in PHASES.values() for case in phase(device)]
+
+
+def parts(device: str) -> dict[str, list[Case]]:
+    """Return the cases by part, in their order: neighbours of a phase whose limits add up to at most `SESSION`. A phase
+    that has several is named with a number: `matches-1`."""
+    found: dict[str, list[Case]] = {}
+    for name, phase in PHASES.items():
+        pieces: list[list[Case]] = [[]]
+        for case in phase(device):
+            if sum(each.limit for each in pieces[-1]) + case.limit > SESSION:
+                pieces.append([])
+            pieces[-1].append(case)
+        found |= {name if len(pieces) == 1 else f"{name}-{n}": piece for n, piece in enumerate(pieces, 1) if piece}
+    return found
 
 
 def _facts(device: str) -> list[Case]:

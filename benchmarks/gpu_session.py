@@ -1,6 +1,7 @@
 """Runs a session on a GPU machine that is lent for minutes: is CUDA right, and how fast is it?
 
     python benchmarks/gpu_session.py --output "$OUT" --budget-seconds 540
+    python benchmarks/gpu_session.py --phase matches-2           # one part: within 570 s by the limits of its cases
     python benchmarks/gpu_session.py --device cpu --phase matches --only bf16
 
 Phases, in this order: facts (versions, compiler, attention kernels, a group of one rank), smoke (two small runs),
@@ -11,7 +12,8 @@ there are is marked "not run"), speed (a GPT-2 of 124M parameters and a Llama-sh
 a background save stops the training), peers (nanoGPT, where the variable NANOGPT names its folder, and Hugging Face's
 Trainer, in turns with ours), switches (each flag that changes no loss, on and off; what is off runs once a session),
 graphs (CUDA graphs on and off at 124M with microbatches of 4 and 8: equal losses in every step).
-benchmarks/gpu_cases.py lists the cases.
+benchmarks/gpu_cases.py lists the cases. Where the limits of a phase add up to more than 570 s, it has parts that can be
+run one by one: --list names them.
 
 A machine that has torch and no network needs what requirements.txt names besides: `pip download` the wheels elsewhere,
 carry them along, `pip install --no-index --no-deps --target .site *.whl`, PYTHONPATH=.site. What is missing is said
@@ -48,7 +50,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_cases import PACKAGES, PHASES, ROOT, Case, cases
+from benchmarks.gpu_cases import PACKAGES, PHASES, ROOT, SESSION, Case, parts
 from benchmarks.gpu_trial import KEPT
 from benchmarks.recording import heading
 from megatron_ext.commandline import ToolParser, run_tool
@@ -61,16 +63,21 @@ _SHORTEST = 10.0
 
 def main(argv: list[str]) -> int:
     options = _options(argv)
+    planned = parts(options.device)
     chosen = [
         case
-        for case in cases(options.device)
-        if case.phase in options.phase and re.search(options.only, f"{case.phase}: {case.name}", re.IGNORECASE)
+        for part, of_part in planned.items()
+        for case in of_part
+        if {part, case.phase} & {*options.phase}
+        and re.search(options.only, f"{case.phase}: {case.name}", re.IGNORECASE)
     ]
     if options.go_on:
         recorded = have_run(Path(options.output), options.device)
         chosen = [case for case in chosen if (case.phase, case.name) not in recorded]
     if options.list:
-        print("\n".join(f"{case.phase}: {case.name} (<= {options.limit or case.limit:g} s)" for case in chosen))
+        in_part = {id(case): part for part, of_part in planned.items() for case in of_part}
+        for case in chosen:
+            print(f"{case.phase}: {case.name} (<= {options.limit or case.limit:g} s, --phase {in_part[id(case)]})")
         return 0
     print(f"missing: {', '.join(missing(PACKAGES)) or 'nothing'}", flush=True)
     devices = options.devices or count_devices(options.device)
@@ -87,12 +94,13 @@ def main(argv: list[str]) -> int:
 def _options(argv: list[str]) -> Any:
     parser = ToolParser("Compare a device with the CPU, then measure how fast it trains.")
     folder = os.environ.get("OUT", str(ROOT / "benchmarks" / "results"))
+    phases = tuple(dict.fromkeys([*PHASES, *parts("cuda"), *parts("cpu")]))
     jobs = max(1, (os.cpu_count() or 1) // CORES_OF_A_RUN)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what is checked and measured")
     parser.add_argument("--output", metavar="FOLDER", default=folder, help="results and logs; default $OUT")
-    parser.add_argument("--phase", nargs="+", choices=tuple(PHASES), default=tuple(PHASES), help="of these alone")
+    parser.add_argument("--phase", nargs="+", choices=phases, default=tuple(PHASES), help="or parts of them")
     parser.add_argument("--only", metavar="PATTERN", default="", help="those whose 'phase: name' matches")
-    parser.add_argument("--budget-seconds", type=float, metavar="S", default=570.0, help="for everything together")
+    parser.add_argument("--budget-seconds", type=float, metavar="S", default=SESSION, help="for everything together")
     parser.add_argument("--limit", type=float, metavar="S", help="for every case, in place of its own")
     parser.add_argument("--jobs", type=int, metavar="N", default=jobs, help="cases at a time that measure no speed")
     parser.add_argument("--devices", type=int, metavar="N", help="GPUs that there are, or processes on a CPU")

@@ -9,17 +9,20 @@ validation. Runs of one seed have the same weights, samples and flags, but for t
 mean loss of the last tenth of the steps less bf16's with the same seed, in nats per byte; the interval of 95% is
 Student's over the seeds. On a CPU the numbers that are multiplied are those of a GPU, and sums are in fp32.
 
-A measurement is made in slices: each call adds the runs that the day's file lacks, seeds in the outer loop, and writes
-table and picture of all that the file has.
+A measurement is made in slices, over as many calls and days as it takes: each call goes on with the newest file in the
+output folder and adds the runs that it lacks, seeds in the outer loop. After every run, and with --seeds 0 at once, it
+writes table and picture of all that the file has. The text is that of the commit that the first call began with, and
+so is the number of steps.
 """
 
-import argparse
+import io
 import json
 import re
 import shlex
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.fp8_loss import FIRST_SEED, write_text
 from benchmarks.recording import heading, keep, sentence
-from megatron_ext.markup import Markup, element, svg_file
+from megatron_ext.commandline import ToolParser, run_tool
+from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.pages.markup import Markup, element, svg_file
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,6 +68,10 @@ RUNS = {
         "--fp4-format e2m1 --fp4-recipe nvfp4 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0"
     ),
 }
+NAME = "low_precision_learning"
+DAY = 86_400.0
+"""Seconds after which a run is given up: a slow processor takes hours."""
+
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Two-sided 95% points of Student's t by the number of seeds."""
 
@@ -70,10 +79,39 @@ Losses = dict[str, dict[str, float]]
 """Name of a run -> seed -> loss of the last steps."""
 
 
-def corpus() -> bytes:
-    """Return the Python files that git knows, one after another."""
-    names = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return b"".join((ROOT / name).read_bytes() for name in sorted(names.split()))
+def corpus(commit: str) -> bytes:
+    """Return the Python files of a commit, one after another."""
+    command = ["git", "archive", "--format=tar", commit]
+    archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        members = sorted((one for one in files if one.isfile() and one.name.endswith(".py")), key=lambda one: one.name)
+        return b"".join(file.read() for one in members if (file := files.extractfile(one)) is not None)
+
+
+def begun(folder: Path | None, steps: int) -> dict[str, Any]:
+    """Return the newest record of a folder; one without runs where there is none.
+
+    Raises:
+        ConfigurationError: the record has runs of another number of steps.
+    """
+    records = sorted(folder.glob(f"{NAME}-*.json")) if folder is not None else []
+    if not records:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        return {**heading(), "text": git.stdout.strip(), "steps": steps, "models": {}}
+    found = json.loads(records[-1].read_text())
+    if found["steps"] != steps:
+        raise ConfigurationError(
+            f"--steps {steps}: the runs of {records[-1]} have {found['steps']}; use --steps {found['steps']}, or "
+            "another folder as --output"
+        )
+    return found
+
+
+def write(folder: Path | None, found: dict[str, Any]) -> None:
+    """Write record, table and picture, where there is a folder for them."""
+    if folder is not None:
+        keep(folder, NAME, found, page(found))
+        (folder / f"{NAME}-{found['date']}.svg").write_text(picture(found["models"]))
 
 
 def gap(runs: Losses, name: str) -> tuple[float, float, int]:
@@ -139,27 +177,24 @@ def measured(words: Sequence[str], steps: int) -> float:
     """Train once; return the mean loss of the last tenth of the steps."""
     from megatron_ext.plugins.prove.recorded_training import record
 
-    run = record([*words, "--train-iters", str(steps)], 1, steps)
+    run = record([*words, "--train-iters", str(steps)], 1, steps, timeout=DAY)
     return float(np.mean(run.losses[-max(steps // 10, 1) :]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> int:
+    parser = ToolParser("Measure how far products in eight and four bits take the loss from bf16's.")
     parser.add_argument("--size", choices=("1M", "4M"), default="1M", help="parameters")
     parser.add_argument("--shape", choices=("dense", "experts"), default="dense")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each precision")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each precision; 0 draws alone")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", default="", help="pattern of the names of runs; bf16 is always run")
     parser.add_argument("--output", type=Path, help="folder for the results; without it they are printed alone")
-    args = parser.parse_args()
-    found: dict[str, Any] = {**heading(), "steps": args.steps, "models": {}}
-    before = args.output / f"low_precision_learning-{found['date']}.json" if args.output is not None else None
-    if before is not None and before.exists():
-        found["models"] = json.loads(before.read_text())["models"]
+    args = parser.parse_args(argv)
+    found = begun(args.output, args.steps)
     runs: Losses = found["models"].setdefault(f"{args.size} {args.shape}", {})
     chosen = {name: flags for name, flags in RUNS.items() if name == "bf16" or re.search(args.only, name)}
     with tempfile.TemporaryDirectory() as folder:
-        data = write_text(corpus(), Path(folder))
+        data = write_text(corpus(found["text"]), Path(folder))
         for seed in range(FIRST_SEED, FIRST_SEED + args.seeds):
             for name, flags in chosen.items():
                 if str(seed) in runs.get(name, {}):
@@ -168,12 +203,11 @@ def main() -> None:
                 words = [*COMMON, *model, *data, *flags.split(), "--seed", str(seed)]
                 runs.setdefault(name, {})[str(seed)] = measured(words, args.steps)
                 print(seed, name, runs[name][str(seed)], flush=True)
-                if args.output is not None:
-                    keep(args.output, "low_precision_learning", found, page(found))
-                    svg = args.output / f"low_precision_learning-{found['date']}.svg"
-                    svg.write_text(picture(found["models"]))
+                write(args.output, found)
+    write(args.output, found)
     print(page(found))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -2,7 +2,7 @@
 """Measures how long the program takes to answer: --help, --dry-run, and the first step of the quickstart's model.
 
     python benchmarks/startup.py --output benchmarks/results
-    python benchmarks/startup.py --ranks 1 8 --repeats 5
+    python benchmarks/startup.py --ranks 1 8 --repeats 5 --before ../another/checkout    # with the ratio to it
 
 Each command is a process of its own. Seconds are those from its launch to its end, of a training run to the line of the
 first step; processor seconds those of the process and all its children up to its end. What Python, torch and
@@ -125,14 +125,15 @@ def commands(ranks: Sequence[int]) -> list[Command]:
     return found
 
 
-def measured(command: Command) -> tuple[float, float]:
-    """Return seconds until the time is taken, and processor seconds until the end."""
+def measured(command: Command, root: Path = ROOT) -> tuple[float, float]:
+    """Return seconds until the time is taken, and processor seconds until the end, in a checkout."""
     before = _processor_seconds()
     began = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment["PYTHONPATH"] = str(root)  # of several checkouts one may be installed
     process = subprocess.Popen(
-        [sys.executable, *command.arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+        [sys.executable, *command.arguments], cwd=root, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -153,40 +154,55 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measure(ranks: Sequence[int], repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the medians of every command."""
-    chosen = commands(ranks)
-    times: dict[str, list[tuple[float, float]]] = {command.name: [] for command in chosen}
+def measure(ranks: Sequence[int], repeats: int, before: Path | None = None) -> dict[str, dict[str, Any]]:
+    """Return the medians of every command, and of each in another checkout, with the ratio to that."""
+    chosen, roots = commands(ranks), [ROOT] if before is None else [ROOT, before]
+    times: dict[tuple[str, Path], list[tuple[float, float]]] = {
+        (one.name, root): [] for one in chosen for root in roots
+    }
     for turn in range(repeats + 1):
         for command in chosen:
-            found = measured(command)
-            if turn:
-                times[command.name].append(found)
-            print(turn, command.name, *(f"{value:.2f}" for value in found), flush=True)
+            for root in roots if turn % 2 else roots[::-1]:
+                found = measured(command, root)
+                if turn:
+                    times[command.name, root].append(found)
+                print(turn, command.name, root.name, *(f"{value:.2f}" for value in found), flush=True)
+    results: dict[str, dict[str, Any]] = {}
+    for command in chosen:
+        results[command.name] = row = _medians(times[command.name, ROOT]) | {"target": command.target}
+        if before is not None:
+            row["before"] = other = _medians(times[command.name, before])
+            row["ratio"] = {name: row[name] / other[name] for name in other}
+    return results
+
+
+def _medians(found: Sequence[tuple[float, float]]) -> dict[str, Any]:
     return {
-        command.name: {
-            "seconds": statistics.median(seconds for seconds, _ in times[command.name]),
-            "processor_seconds": statistics.median(used for _, used in times[command.name]),
-            "target": command.target,
-        }
-        for command in chosen
+        "seconds": statistics.median(seconds for seconds, _ in found),
+        "processor_seconds": statistics.median(used for _, used in found),
     }
 
 
 def report(record: dict[str, Any]) -> str:
     """Return the record as Markdown."""
+    compared = any("before" in row for row in record["results"].values())
     busy = " Beside other work: the processor seconds count." if record["machine"]["load_average"] > 1 else ""
     lines = [
         f"# From launch to the first answer, {record['date']}",
         "",
         f"{sentence(record)} Medians of {record['repeats']}.{busy}",
         "",
-        "| | seconds | processor seconds | to reach, s |",
-        "|---|---|---|---|",
+        "| | seconds | processor seconds | to reach, s |" + " before | ratio |" * compared,
+        "|---|---|---|---|" + "---|---|" * compared,
     ]
     for name, row in record["results"].items():
         target = "" if row["target"] is None else f"{row['target']:g}"
-        lines.append(f"| {name} | {row['seconds']:.2f} | {row['processor_seconds']:.2f} | {target} |")
+        line = f"| {name} | {row['seconds']:.2f} | {row['processor_seconds']:.2f} | {target} |"
+        if compared:
+            before, ratio = row["before"], row["ratio"]
+            line += f" {before['seconds']:.2f}, {before['processor_seconds']:.2f} |"
+            line += f" {ratio['seconds']:.2f}, {ratio['processor_seconds']:.2f} |"
+        lines.append(line)
     return "\n".join(lines) + "\n"
 
 
@@ -194,10 +210,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(LAYOUTS), default=[1])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with another checkout, in turns")
     parser.add_argument("--output", type=Path, help="folder for the .json and .md of this run")
     options = parser.parse_args()
     record: dict[str, Any] = heading() | {"repeats": options.repeats}
-    record["results"] = measure(options.ranks, options.repeats)
+    record["results"] = measure(options.ranks, options.repeats, options.before and options.before.resolve())
     tell(options.output, "startup", record, report(record))
 
 

@@ -38,8 +38,8 @@ SLOWED_RANK = 1
 
 def trained(steps: int, factor: float, slowed_from: int) -> dict[str, Any]:
     """Train on this rank, and return what was said, with milliseconds of a step."""
+    from megatron_ext.plugins.rank_times.communication_clock import CommunicationClock, ComputeTime
     from megatron_ext.resilience.process_end import RunStatus
-    from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime
     from megatron_ext.train.trainer import Trainer
 
     times: list[ComputeTime] = []

@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.launchers import ForkedRanks
 from benchmarks.recording import heading, keep, sentence
-from megatron_ext.config.resolve import STEPS_BETWEEN_REPLICA_CHECKS
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.silent_errors.rules import STEPS_BETWEEN_REPLICA_CHECKS
 
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --micro-batch-size 2 "
@@ -63,8 +63,8 @@ def seconds_of_a_collective() -> dict[str, float]:
     from torch.distributed import Work
 
     from megatron_ext.device.cpu import CpuDevice
+    from megatron_ext.plugins.rank_times.communication_clock import CommunicationClock
     from megatron_ext.resilience.progress import Progress
-    from megatron_ext.telemetry.communication_clock import CommunicationClock
     from megatron_ext.train.start_watchdog import OperationMarks
 
     work = Work()
@@ -141,9 +141,9 @@ def training(steps: int) -> dict[str, float]:
     """Return what a real run shows, on this rank."""
     from statistics import median
 
+    from megatron_ext.plugins.rank_times.measures import Stragglers
+    from megatron_ext.plugins.silent_errors import replicas
     from megatron_ext.resilience.process_end import RunStatus
-    from megatron_ext.train.callbacks import replicas
-    from megatron_ext.train.callbacks.communication import Stragglers
     from megatron_ext.train.trainer import Trainer
 
     status = RunStatus(rank=int(os.environ["RANK"]))
@@ -190,8 +190,8 @@ def snapshots(folder: str) -> dict[str, float]:
     """Return how long steps of a real run stop for a snapshot, and how long plain copies of its tensors take."""
     from statistics import median
 
-    from megatron_ext.checkpoint.local import writer
-    from megatron_ext.checkpoint.local.writer import SnapshotWriter
+    from megatron_ext.plugins.snapshots import writer
+    from megatron_ext.plugins.snapshots.writer import SnapshotWriter
     from megatron_ext.resilience.process_end import RunStatus
     from megatron_ext.train.callbacks.checkpointing import Snapshots
 

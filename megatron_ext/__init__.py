@@ -10,10 +10,14 @@ docs/python.md shows each function. They are imported when they are asked for.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.missing_packages import explain
+
 if TYPE_CHECKING:
     from megatron_ext.train.from_python import pretrain as pretrain
 
 __version__ = "0.2.0"
+
+explain()
 
 
 def __getattr__(name: str) -> Any:

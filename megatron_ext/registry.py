@@ -15,7 +15,8 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,10 @@ EXTENSION_POINTS = {
     "flags": "pairs of a group of the configuration and a dataclass of further fields (config/schema)",
     "importers": "checkpoints of other programs that are converted (plugins/huggingface/importers.py)",
     "initial_weights": "functions that fill a new run's weights (train/pretrain.py)",
+    "measures": "functions from a run to callbacks that measure its steps (train/callbacks/reporting.py)",
     "mixers": "kinds of mixers (parts/kinds.py)",
     "families": "families of Hugging Face models (plugins/families/family.py)",
+    "newer_states": "states of a run that are kept besides the checkpoints (checkpoint/native/resume.py)",
     "next_tokens": "functions that describe the depths of multi-token prediction (parts/stack.py)",
     "optimizers": "traits of optimizers (config/derived/optimizers.py)",
     "other_flags": "flags of other programs (config/parse/other_flags.py)",
@@ -101,9 +104,25 @@ def plugins() -> dict[str, Plugin]:
 
 
 def brought(point: str) -> tuple[Any, ...]:
-    """Return the objects that all plugins bring to an extension point, in the order of the plugins' names."""
+    """Return the objects that all plugins bring to an extension point, in the order of the plugins' names, then those
+    of the user's own code."""
     assert point in EXTENSION_POINTS, point
-    return _brought(point)
+    return _brought(point) + _own.get(point, ())
+
+
+_own: dict[str, tuple[Any, ...]] = {}
+"""Extension point -> objects of the user's own code, while it runs."""
+
+
+@contextmanager
+def with_own(point: str, objects: Iterable[Any]) -> Iterator[None]:
+    """Return a context in which `brought(point)` has further objects, which an argument of a Python function gave."""
+    before = _own.get(point, ())
+    _own[point] = (*before, *objects)
+    try:
+        yield
+    finally:
+        _own[point] = before
 
 
 @functools.cache

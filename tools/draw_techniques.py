@@ -14,8 +14,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.markup import Content, Markup, element
 from megatron_ext.plugins.pages.charts import label, picture
+from megatron_ext.plugins.pages.markup import Content, Markup, element
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4

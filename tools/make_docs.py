@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Write the pages of docs/ that the code makes in a second, and that are therefore not committed: flags.md lists every
-flag, errors.md what the program answers to wrong ones, formats.md the files that it writes.
+flag, errors.md what the program answers to wrong ones, formats.md the files that it writes. In huggingface.md, which is
+committed, the table of families is written anew.
 
     python tools/make_docs.py              # into docs/
     python tools/make_docs.py FOLDER
@@ -14,8 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.commandline import ToolParser, run_tool
-from megatron_ext.config.parse.reference import flags_page
+from megatron_ext.plugins.megatron_lm.reference import flags_page
 from tests.support.errors_page import errors_page
+from tests.support.families_page import with_families_table
 from tests.support.formats_page import formats_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +34,9 @@ def main(argv: list[str]) -> int:
     for name, page in PAGES.items():
         (folder / name).write_text(page(), encoding="utf-8")
         print(f"wrote {folder / name}")
+    if (committed := folder / "huggingface.md").is_file():
+        committed.write_text(with_families_table(committed.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote the table of families in {committed}")
     return 0
 
 

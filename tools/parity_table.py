@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_ext import device
 from megatron_ext.commandline import ToolParser, run_tool
 from megatron_ext.forkserver.ranks import RankError
-from megatron_ext.markup import table
+from megatron_ext.plugins.pages.markup import table
 from megatron_ext.plugins.prove.cases import CASES, Case
 from megatron_ext.plugins.prove.compared_models import MODELS, RECIPE
 from megatron_ext.plugins.prove.parity import (

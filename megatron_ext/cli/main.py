@@ -25,12 +25,7 @@ COMMANDS = {
         "megatron_ext.cli.torchrun",
         "start ranks as torchrun does; last line and exit code are those of the rank that failed",
     ),
-    "average-checkpoints": (
-        "megatron_ext.cli.average_checkpoints",
-        "average the weights of several checkpoints of a run",
-    ),
     "recipes": ("megatron_ext.cli.recipes", "list the recipes of published models, which pretrain --recipe takes"),
-    "inspect-checkpoint": ("megatron_ext.cli.inspect_checkpoint", "list, show, verify and compare checkpoints"),
     **command_modules(),
 }
 """Module and one-line description of each command, in the order of `--help`: the core's commands, then the plugins'."""

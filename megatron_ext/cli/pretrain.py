@@ -36,6 +36,13 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
         own: arguments of `train.pretrain.pretrain` that bring in a user's code.
     """
     environment.check_launch()
+    from megatron_ext.registry import with_own
+
+    with with_own("families", own.get("families", ())):  # of which configuring asks, too
+        return _run(argv, status, own)
+
+
+def _run(argv: Sequence[str], status: "RunStatus", own: Mapping[str, Any]) -> int:
     from megatron_ext.config.parse.command_line import read  # with the registry of plugins
 
     typed = read(argv)

@@ -21,13 +21,9 @@ from megatron_ext.config.derived.layer_patterns import PIPE
 from megatron_ext.config.derived.lr_scale import scale
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
-from megatron_ext.config.derived.sharding import FSDP
 from megatron_ext.config.parse.options import options
 from megatron_ext.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_ext.registry import brought
-
-# A check takes less than a step, which reads every weight too, and more than once: less than 0.1% of the time.
-STEPS_BETWEEN_REPLICA_CHECKS = 1000
 
 
 @dataclass(frozen=True)
@@ -272,8 +268,6 @@ def _resolve_training(values: dict[str, Any]) -> None:
     if values.get("moe_layer_recompute") and values.get("recompute_granularity") != "full":
         _fill(values, "recompute_granularity", "selective")
         values["recompute_modules"] = tuple(dict.fromkeys((*(values.get("recompute_modules") or ()), "moe")))
-    if not any(values.get(flag) for flag in FSDP):
-        _fill(values, "check_weight_hash_across_dp_replicas_interval", STEPS_BETWEEN_REPLICA_CHECKS)
     if values.get("bf16") and values.get("main_grads_dtype") == "bf16":
         values["grad_reduce_in_bf16"] = True
     if values.get("bf16") and not values.get("grad_reduce_in_bf16"):

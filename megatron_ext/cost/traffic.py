@@ -30,6 +30,7 @@ from megatron_ext.cost.state_bytes import sharing_ranks, state_bytes
 from megatron_ext.parts.catalogue import layer_parameters, tensor_size
 from megatron_ext.parts.protocol import Part, Share
 from megatron_ext.parts.stack import Layer
+from megatron_ext.registry import brought
 
 # Parameters of a bucket of megatron-core's DDP, at least, and times the ranks (DistributedDataParallelConfig 0.19).
 _BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
@@ -110,11 +111,34 @@ class _Stage:
     def _data(self) -> Iterator[Term]:
         dense, experts = self.shapes.parameters_of_stage(self.stage)
         copies = self.config.layout.num_distributed_optimizer_instances
-        yield from self._shared("dp", dense, sharing_ranks(self.config), copies, "P")
-        yield from self._shared("edp", experts, sharing_ranks(self.config, expert=True), copies, "P of experts")
+        less, less_of_experts = self._rounded_before_they_are_sent() if self.scheme.optimizer else (0, 0)
+        yield from self._shared("dp", dense, sharing_ranks(self.config), copies, "P", less)
+        ranks = sharing_ranks(self.config, expert=True)
+        yield from self._shared("edp", experts, ranks, copies, "P of experts", less_of_experts)
 
-    def _shared(self, axis: str, parameters: int, n: int, r: int, name: str) -> Iterator[Term]:
-        """Yield the communication for parameters that n ranks share and that r groups have a copy of."""
+    def _rounded_before_they_are_sent(self) -> tuple[int, int]:
+        """Return the bytes that a gather of all weights has less because some are gathered in fewer bits: of dense
+        parameters and of routed experts. Their scales are a few bytes a tensor."""
+        config, less = self.config, [0, 0]
+        every = [each for formats in brought("product_formats") if (each := formats.gathered_bytes(config))]
+        layers = (layer for chunk in self.shapes.stacks[self.stage] for layer in chunk) if every else ()
+        for layer in layers:
+            number = layer.number if layer.next_token is None else None
+            for parameter in layer_parameters(config, layer, (0,)):
+                shape = parameter.local_shape(tensor_size(config, parameter))
+                each = [size for one in every if (size := one(parameter, number, shape))]
+                if each:
+                    experts = layer.experts.count if layer.experts and parameter.expert is not None else 0
+                    held = experts // config.layout.expert_model_parallel_size or 1
+                    less[experts > 0] += held * math.prod(shape) * (self.weight - each[0])
+        return less[0], less[1]
+
+    def _shared(self, axis: str, parameters: int, n: int, r: int, name: str, less: int = 0) -> Iterator[Term]:
+        """Yield the communication for parameters that n ranks share and that r groups have a copy of.
+
+        Args:
+            less: bytes that a gather of the weights has less than their precision needs.
+        """
         if n * r == 1 or parameters == 0:
             return
         gradient = state_bytes(self.config).gradients
@@ -136,8 +160,8 @@ class _Stage:
         yield Term(
             axis,
             "all-gather",
-            gathered * share * weights,
-            f"{_times(gathered)}(n-1)/n {self.weight}{name}",
+            gathered * share * (weights - less),
+            f"{_times(gathered)}(n-1)/n {f'{weights - less:,} B' if less else f'{self.weight}{name}'}",
             gathered * units,
         )
         if r > 1 and self.config.layout.outer_dp_sharding_strategy == "optim":

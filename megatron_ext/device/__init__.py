@@ -90,9 +90,9 @@ def install(
         _current = CudaDevice(local_rank)
         fuses = _choose_kernels(local_rank, fuses=fuses, own_kernels=own_kernels)
     if engine and not fuses:
-        from megatron_ext.device.external_kernels import leave_uncompiled
+        from megatron_ext.device.external_kernels import UNUSED_ON_CPU, leave_uncompiled
 
-        leave_uncompiled()
+        leave_uncompiled(UNUSED_ON_CPU if kind == "cpu" else ())
     return _current
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from megatron_ext.device.late_compiler import delay_compiler
 from megatron_ext.device.shared_gloo import create_on_one_device
 from megatron_ext.device.wide_sums import embedding_with_wide_sums, layer_norm_with_wide_sums
 
@@ -256,14 +257,32 @@ REPLACEMENTS: tuple[Replacement, ...] = (
 
 def adapt(without: Iterable[str] = ()) -> None:
     """Install every replacement but those named in `without` (which only the table's own test uses)."""
-    # These import lazily, and look at torch's functions while they do: they must see the originals.
-    importlib.import_module("torch._dynamo")
+    delay_compiler(_originals)
     left_out = set(without)
     for row in (*REPLACEMENTS, *_FOR_GLOO, *_FOR_SUMS):
         if row.name not in left_out:
             owner_path, attribute = row.name.rsplit(".", 1)
             owner = _resolve(owner_path)
-            setattr(owner, attribute, row.make(getattr(owner, attribute)))
+            original = getattr(owner, attribute)
+            _replaced.append((owner, attribute, original))
+            setattr(owner, attribute, row.make(original))
+
+
+_replaced: list[tuple[Any, str, Any]] = []
+"""Owner, attribute and original object of each replacement that is installed, in this order."""
+
+
+@contextlib.contextmanager
+def _originals() -> Iterator[None]:
+    """Return a context with the original objects in their places: torch's compiler looks at them when imported."""
+    ours = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in _replaced]
+    try:
+        for owner, attribute, original in reversed(_replaced):
+            setattr(owner, attribute, original)
+        yield
+    finally:
+        for owner, attribute, replacement in ours:
+            setattr(owner, attribute, replacement)
 
 
 def _resolve(path: str) -> Any:

@@ -29,6 +29,10 @@ _MODULES = {
 
 _TITLES = {"apex": "apex", "transformer_engine": "Transformer Engine"}
 
+UNUSED_ON_CPU = ("torch.utils.tensorboard", "wandb")
+"""Modules that megatron-core imports at its start where it finds them: its timers would write to them, and ours do not.
+A GPU's start is left as it is."""
+
 _left_out: list[str] = []
 _used: list[str] = []
 
@@ -78,19 +82,26 @@ def missing_for_kernels() -> str | None:
     return None
 
 
-def leave_uncompiled() -> None:
+def leave_uncompiled(without: Iterable[str] = ()) -> None:
     """Import megatron-core with its fused functions uncompiled.
 
     megatron-core's own switch only acts on modules imported after it, and importing the switch imports most of them.
+
+    Args:
+        without: modules that megatron-core can do without, which it does not find meanwhile.
     """
     import torch
 
+    hidden = {name for name in without if name not in sys.modules}
     genuine = torch.compile
     torch.compile = _as_it_is
+    sys.modules.update(dict.fromkeys(hidden))
     try:
         jit = importlib.import_module("megatron.core.jit")
     finally:
         torch.compile = genuine
+        for name in hidden:
+            del sys.modules[name]
     jit.disable_jit_fuser()
 
 

@@ -6,7 +6,7 @@ traffic and the planner sum over the parts of the layers (`parts/stack.py`) and 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -314,6 +314,11 @@ class Part:
         yield from ()
 
 
+GatheredBytes = Callable[[Parameter, int | None, tuple[int, ...]], int | None]
+"""From a parameter, the number of its layer (None of a depth of multi-token prediction) and its shape on a rank, before
+data-parallel ranks divide it, to bytes of an element."""
+
+
 class ProductFormats:
     """Formats in which a plugin has linear layers and experts multiply while they are trained, brought to the extension
     point `product_formats`."""
@@ -334,6 +339,11 @@ class ProductFormats:
     def bits(self, config: Config) -> tuple[float, tuple[int, int, int]] | None:
         """Return the share of the layers that multiply so, and the bits of the factors of the forward product, the
         input gradient and the weight gradient; None where no flag asks for it."""
+        raise NotImplementedError
+
+    def gathered_bytes(self, config: Config) -> GatheredBytes | None:
+        """Return what says of a layer's parameter how many bytes an element has when data-parallel ranks gather it
+        rounded, and None of one that is gathered as it is; None where all are."""
         raise NotImplementedError
 
     def install(self, chunk: Any, config: Config, groups: Any) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, runs_on_cpu
 from megatron_ext.config.schema import Config
-from megatron_ext.rules.reads import reads
 
 _OF_TORCH = ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack", "pytorch_profiler_collect_chakra")
 _OF_NSIGHT = {
@@ -65,27 +64,6 @@ def recorded_memory_is_of_a_gpu(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-@reads()
-def communication_can_be_timed(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse --log-communication-share and --log-straggler where communication cannot be timed: with FSDP or
-    several distributed optimizer instances, where one stream of a GPU waits for another."""
-    layout, logging = config.layout, config.logging
-    asked = [("--log-communication-share", logging.log_communication_share), ("--log-straggler", logging.log_straggler)]
-    flags = [flag for flag, on in asked if on]
-    if not flags:
-        return
-    parts = layout.flags_that_divide_weights
-    instances = layout.num_distributed_optimizer_instances
-    if instances > 1:
-        parts.append(f"--num-distributed-optimizer-instances {instances}")
-    if parts:
-        yield (
-            f"{' and '.join(flags)} time{'s'[: len(flags) == 1]} collectives and waits for them, but with "
-            f"{' and '.join(parts)} one stream of a GPU waits for another; leave {'it' if len(flags) == 1 else 'them'} "
-            "out (--profile --use-pytorch-profiler shows such waits)"
-        )
-
-
 def samples_are_made_of_prompts(config: Config, facts: Facts) -> Iterator[str]:
     """Require an interval and prompts together."""
     training = config.training
@@ -133,7 +111,6 @@ def tasks_can_be_done(config: Config, facts: Facts) -> Iterator[str]:
 
 
 RULES = (
-    communication_can_be_timed,
     profile_has_a_range,
     profiled_ranks_exist,
     options_are_of_the_chosen_profiler,

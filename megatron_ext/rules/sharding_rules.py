@@ -32,18 +32,6 @@ def schemes_go_with_the_rest(config: Config, facts: Facts) -> Iterator[str]:
         yield from scheme.cannot(config)
 
 
-def sharded_weights_have_no_replicas(config: Config, facts: Facts) -> Iterator[str]:
-    """Refuse comparing data-parallel replicas where the weights are sharded."""
-    interval = config.training.check_weight_hash_across_dp_replicas_interval
-    if not interval:
-        return
-    for flag in config.layout.flags_that_divide_weights:
-        yield (
-            f"--check-weight-hash-across-dp-replicas-interval {interval} compares whole replicas, and {flag} "
-            "divides every weight; use --check-weight-hash-across-dp-replicas-interval 0"
-        )
-
-
 def megatron_fsdp_shards_the_state(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse Megatron-FSDP with an optimizer whose state it cannot shard."""
     able, traits = run_by("use_megatron_fsdp"), traits_of(config.optimizer)
@@ -131,7 +119,6 @@ RULES = all_read_the_layout(
     (
         flags_belong_to_their_scheme,
         schemes_go_with_the_rest,
-        sharded_weights_have_no_replicas,
         megatron_fsdp_shards_the_state,
         matrices_are_whole,
         copies_are_divided_by_megatron_fsdp,

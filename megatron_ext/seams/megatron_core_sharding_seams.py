@@ -57,6 +57,28 @@ DATA_PARALLEL = (
         called_by=(f"{_GROUP}.finish_grad_sync",),
     ),
     Seam(
+        f"{_GROUP}.start_param_sync",
+        "replaced on the instance for gathers in eight bits; called with force_sync to gather weights as they are",
+        ("force_sync",),
+        (f"{_GROUP}.finish_param_sync", f"{_DDP}.start_param_sync"),
+    ),
+    Seam(
+        f"{_GROUP}.param_gather_handle",
+        "set to what is waited for before weights are read; None when no gather is under way",
+        called_by=(f"{_GROUP}.finish_param_sync",),
+    ),
+    Seam(
+        f"{_GROUP}.param_gather_dispatched",
+        "set to True when a gather has begun, so that the first wait begins none",
+        called_by=(f"{_GROUP}.finish_param_sync",),
+    ),
+    Seam(
+        f"{_GROUP}.intra_distributed_optimizer_instance_group",
+        "the ranks that divide the buckets of a group",
+        called_by=(f"{_GROUP}.start_param_sync",),
+    ),
+    Seam(f"{_DDP_BUFFERS}._ParamAndGradBucket.param_data", "the bucket's weights; each rank owns an equal part"),
+    Seam(
         f"{_GROUP}.finish_param_sync",
         "called to wait for a weight that is read outside of its owner's pass; wrapped where gathers are poisoned",
         ("skip_next_bucket_dispatch",),

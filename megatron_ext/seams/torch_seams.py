@@ -3,13 +3,40 @@
 from megatron_ext.seams.seam import Seam
 
 _C10D = "torch.distributed.distributed_c10d"
+_FSDP = "torch.distributed.fsdp._fully_shard"
 _DCP = "torch.distributed.checkpoint"
 _PIPELINES = "torch.distributed.pipelining.schedules"
 _ATTENTION = "torch.ops.aten._scaled_dot_product_flash_attention"
 _FSDP_BUFFERS = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 
 TORCH = (
-    Seam("torch._dynamo", "imported before functions of torch are replaced: it looks at them while it is imported"),
+    Seam(
+        "torch._dynamo",
+        "a stand-in takes its place in a CPU process until something compiles; imported with torch's own functions in "
+        "their places, at which it looks meanwhile",
+    ),
+    Seam(
+        "torch._dynamo.disable",
+        "answered by the stand-in: without a compiler every function is left alone",
+        ("fn", "recursive", "wrapping"),
+        called_by=("torch._compile._disable_dynamo",),
+    ),
+    Seam(
+        "torch._dynamo.graph_break",
+        "answered by the stand-in: without a compiler there is no graph",
+        called_by=("torch.optim.optimizer._use_grad_for_differentiable",),
+    ),
+    Seam(
+        "torch._dynamo.trace_rules.clear_lru_cache",
+        "answered by the stand-in: without a compiler there is no cache",
+        called_by=("torch.distributed.distributed_c10d.init_process_group",),
+    ),
+    Seam(
+        "torch._disable_dynamo",
+        "called: asks the compiler to leave a function alone when that is called first; it keeps the answer as "
+        "__dynamo_disable of the function, which is removed when the compiler is imported",
+        ("fn", "recursive"),
+    ),
     Seam(
         "torch._dynamo.config.recompile_limit",
         "raised: after so many kinds of arguments a compiled function is run operator by operator",
@@ -37,6 +64,17 @@ TORCH = (
         called_by=("torch.Tensor.register_post_accumulate_grad_hook",),
     ),
     Seam("torch.distributed.tensor.DTensor._local_tensor", "this rank's rows of a weight or gradient, without a copy"),
+    Seam(f"{_FSDP}._fully_shard.FSDPModule._get_fsdp_state", "called once: the state of a unit, for its weights"),
+    Seam(
+        f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_groups",
+        "the groups of a unit's weights, each with its fsdp_params",
+        called_by=(f"{_FSDP}._fully_shard.FSDPModule.reshard",),
+    ),
+    Seam(
+        f"{_FSDP}._fsdp_param.FSDPParam.all_gather_outputs",
+        "emptied where an evaluation gathers other bytes than training does: torch then makes room anew",
+        called_by=(f"{_FSDP}._fsdp_param.FSDPParam.init_all_gather_outputs",),
+    ),
     Seam(
         "torch._C._current_graph_task_id", "-1 outside of a backward pass: a module that runs inside of one recomputes"
     ),

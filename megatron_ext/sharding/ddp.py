@@ -32,6 +32,7 @@ from megatron_ext.sharding.engine import (
     updating,
 )
 from megatron_ext.sharding.flat_shards import FlatPart
+from megatron_ext.sharding.narrow import narrow_buckets
 from megatron_ext.sharding.parts import OptimizerPart
 from megatron_ext.sharding.scheme import Reduced, Sharding, Watcher
 from megatron_ext.sharding.written_gradients import WritingDataParallel
@@ -67,6 +68,9 @@ class DataParallel(Sharding):
             )
             for index, chunk in enumerate(initialized(chunks, self.config, core, groups, device))
         ]
+        if self.config.layout.sharding.optimizer:
+            for chunk in wrapped:
+                chunk.narrow = narrow_buckets((*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups))
         if settings.overlap_grad_reduce:
             core.no_sync_func = for_chunks([chunk.no_sync for chunk in wrapped])
             core.grad_sync_func = for_chunks([chunk.start_grad_sync for chunk in wrapped])
@@ -120,8 +124,11 @@ class DataParallel(Sharding):
     @contextmanager
     def gathered(self, chunks: Sequence[Any]) -> Iterator[None]:
         """With --overlap-param-gather the optimizer's result is gathered during the next forward pass; whoever
-        reads the weights in between (evaluation, saving) would see old ones."""
+        reads the weights in between (evaluation, saving) would see old ones, and no others' weights where they are
+        gathered in eight bits."""
         if not self.config.layout.overlap_param_gather:
+            for group in (group for chunk in chunks for group in chunk.narrow if group.is_narrow):
+                group.start(force_sync=True)
             yield
             return
         for chunk in chunks:

@@ -30,6 +30,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -47,6 +48,7 @@ from megatron_ext.device.many_tensors import scale_
 from megatron_ext.model.initialize import initialize
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.optim.settings import optimizer_config
+from megatron_ext.parallel.narrow import Held, Narrow, agree, narrow_of
 from megatron_ext.parallel.rows import RowShard, local_part, mark
 from megatron_ext.sharding.engine import build_optimizer, ddp_config
 from megatron_ext.sharding.row_shards import HostRowOptimizer, RowSharding, RowShardOptimizer, local_gradient
@@ -184,6 +186,7 @@ class TorchFSDP(TorchFullyShardedDataParallel):
             mark(parameter, _rows(parameter, groups))
             if offloaded and groups.tp.size() > 1 and not getattr(parameter, "tensor_model_parallel", False):
                 self._added_over_tensor_ranks.append(parameter)
+        self._narrow = self._gather_in_eight_bits(groups.intra_dp_cp)
         self.reduces_once = splits_backward(config.layout)
         if self.reduces_once:
             assert isinstance(module, FSDPModule)
@@ -203,9 +206,23 @@ class TorchFSDP(TorchFullyShardedDataParallel):
             )
 
     def zero_grad_buffer(self) -> None:
-        """Forget the gradients of the last step."""
+        """Forget the gradients of the last step. Where weights are gathered in eight bits, find the scales of those
+        that this step computes with; collective."""
         for parameter in self.parameters():
             parameter.grad = None
+        if self._narrow:
+            agree([each.held() for each in self._narrow], self._narrow[0].ranks)
+
+    def _gather_in_eight_bits(self, ranks: ProcessGroup) -> list["NarrowRows"]:
+        """Have torch gather the weights in eight bits that have a `Narrow`."""
+        states: Any = [unit._get_fsdp_state() for unit in self.units if isinstance(unit, FSDPModule)]
+        return [
+            NarrowRows(narrow, one, ranks, self.compute_dtype)
+            for state in states
+            for group in state._fsdp_param_groups
+            for one in group.fsdp_params
+            if (narrow := narrow_of(one.sharded_param)) is not None and ranks.size() > 1
+        ]
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Reduce the gradients of a step whose backward passes were split. Gradients that megatron-core is to add up
@@ -233,6 +250,59 @@ class TorchFSDP(TorchFullyShardedDataParallel):
                     del waiting.main_grad
                 scaled.append(rows)
         scale_(scaled, scaling_factor)
+
+
+class NarrowRows:
+    """A weight of which each rank has equally many rows, gathered in eight bits by a layer that is trained, and as it
+    is by one that is not. torch calls the methods of the rows, before and after a gather of a unit's weights.
+
+    The gathered weight has no memory while there are its bytes.
+
+    Args:
+        weight: torch's `FSDPParam`.
+        ranks: the ranks that have the other rows.
+        dtype: the type that a layer computes in, from which numbers are rounded.
+    """
+
+    def __init__(self, narrow: Narrow, weight: Any, ranks: ProcessGroup, dtype: torch.dtype):
+        self.narrow, self.ranks, self._weight, self._dtype = narrow, ranks, weight, dtype
+        self._sends_bytes: bool | None = None
+        rows = weight.sharded_param._local_tensor
+        rows.fsdp_pre_all_gather, rows.fsdp_post_all_gather = self.before, self.after
+
+    def held(self) -> Held:
+        """Return this rank's rows as they are computed with."""
+        rows = self._weight.sharded_param._local_tensor
+        own = rows.detach().to(self._dtype).view(-1)
+        return Held(self.narrow, own, self.ranks.rank() * own.numel())
+
+    def before(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor], None]:
+        """Return what is sent of this rank's rows, and nothing for `after` to know."""
+        _, own, start = self.held()
+        sends_bytes = module.training and self.narrow.largest is not None
+        if self._sends_bytes not in (None, sends_bytes):
+            self._weight.all_gather_outputs = []  # of another size
+        self._sends_bytes = sends_bytes
+        return (self.narrow.narrowed(own, start) if sends_bytes else own,), None
+
+    def after(
+        self, gathered: tuple[torch.Tensor], _: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
+        """Take the gathered bytes, or fill the weight.
+
+        Returns:
+            The weight, and the memory that torch frees with it, at the first gather (without `out`).
+        """
+        shape = self._weight.sharded_param.shape
+        weight = torch.empty(shape, dtype=dtype, device=gathered[0].device) if out is None else out
+        self.narrow.values = gathered[0] if self._sends_bytes else None
+        if not self._sends_bytes:
+            weight.detach().copy_(gathered[0].view(weight.shape))
+        elif out is not None:
+            weight.untyped_storage().resize_(0)
+        return (weight, (weight,)) if out is None else None
 
 
 def _reshard(chunks: Sequence[Any]) -> None:

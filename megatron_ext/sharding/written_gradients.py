@@ -23,6 +23,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_ext.device.weight_gradients import expect_first, takes_first, write_
 from megatron_ext.errors import TrainingError
+from megatron_ext.sharding.narrow import NarrowBuckets
 from megatron_ext.sharding.scheme import Watcher
 
 
@@ -39,6 +40,8 @@ class WritingDataParallel(DistributedDataParallel):
         super().__init__(**settings)
         self.watchers: list[Watcher] = []
         """Watchers of the gradients of every bucket before its reduction."""
+        self.narrow: list[NarrowBuckets] = []
+        """Groups of buckets that are gathered in eight bits."""
         engine: Any = self  # whose `buffers` are not a module's
         late = writes and self._can_take_gradients_late(engine.module)
         if late:

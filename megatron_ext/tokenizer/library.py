@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.tokenizer.tokenizer_protocol import Text, as_string
+from megatron_ext.tokenizer.tokenizer_protocol import END_OF_TEXT, Text, as_string
 from megatron_ext.untrusted.text import ExcessiveError
 from megatron_ext.untrusted.text import read_file as bounded_file
 
@@ -143,9 +143,6 @@ def check_numbers(model: Tokenizer, given: str) -> None:
             f"{given}: {text[:100]!r} has the id {entries[text]}, and the vocabulary {len(entries)} entries; ids over "
             f"{most} are not read. Number the entries from 0 on"
         )
-
-
-END_OF_TEXT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer(LibraryTokenizer):

@@ -15,6 +15,9 @@ import re
 from collections.abc import Iterator
 
 Text = str | bytes
+END_OF_TEXT = "<|endoftext|>"
+"""Text of the special token that ends a document in GPT-2's vocabulary, and in those that are trained here."""
+
 LONG = 1 << 22  # bytes from which on a text is UTF-8
 _PIECE = 1 << 20  # characters or bytes looked at in one go
 

@@ -1,5 +1,5 @@
 """Holds the parts that a user's own code brings to a run: callbacks, datasets, a loss, layers, an optimizer, a
-learning-rate schedule.
+learning-rate schedule, families of Hugging Face models.
 
     pretrain(flags, callbacks=[Mine()], datasets=my_datasets, loss=my_loss, layer_spec=my_layer)
 
@@ -26,6 +26,7 @@ from megatron_ext.errors import ConfigurationError, DataError, TrainingError
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.own_code import OwnPart, read_script, text_of_own_error
 from megatron_ext.parts.own_parameters import OwnParameters, with_own_parameters
+from megatron_ext.registry import with_own
 from megatron_ext.rules.part_rules import matrices_have_a_rule
 from megatron_ext.rules.sharding_rules import matrices_are_whole
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
@@ -65,6 +66,8 @@ class Extensions:
     """Traits; a class, or a partial of one, becomes the traits that its state on a toy shows."""
 
     learning_rate: Schedule | None = None
+    families: Sequence[Any] = ()
+    """Families of Hugging Face models, for a plugin that reads and writes these."""
 
     def __post_init__(self) -> None:
         """Raise ConfigurationError where a part is not of its kind; let the functions be known in a traceback."""
@@ -74,8 +77,8 @@ class Extensions:
             object.__setattr__(self, "optimizer", traits_of_class(self.optimizer))
         for part in fields(self):
             value = getattr(self, part.name)
-            if part.name == "callbacks":
-                fits, kind = isinstance(value, Sequence), "a list of callbacks"
+            if part.name in ("callbacks", "families"):
+                fits, kind = isinstance(value, Sequence), f"a list of {part.name}"
             elif part.name == "optimizer":
                 fits, kind = (
                     isinstance(value, OptimizerTraits),
@@ -94,11 +97,12 @@ class Extensions:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Return a context for a run. On exit, unregister the user's optimizer that `applied` has registered: the next
-        run may have another one of its name."""
+        """Return a context for a run, in which the user's families are known. On exit, unregister the user's optimizer
+        that `applied` has registered: the next run may have another one of its name."""
         known = set(OPTIMIZERS)
         try:
-            yield
+            with with_own("families", self.families):
+                yield
         finally:
             if (traits := self.optimizer_traits) is not None and traits.name not in known:
                 OPTIMIZERS.pop(traits.name, None)

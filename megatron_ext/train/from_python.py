@@ -27,6 +27,7 @@ def pretrain(
     layer_parameters: OwnParameters | None = None,
     optimizer: "OptimizerTraits | OptimizerClass | str | None" = None,
     learning_rate: Schedule | None = None,
+    families: Sequence[Any] = (),
     returns_model: bool = True,
     **flags: Any,
 ) -> Trained:
@@ -49,6 +50,8 @@ def pretrain(
         optimizer: the name of an optimizer, as --optimizer takes it; or a class derived from torch.optim.Optimizer, or
             `functools.partial` of one with its arguments; or traits.
         learning_rate: changes the learning rate of each step.
+        families: families of Hugging Face models beyond the program's (docs/python.md has an example), for `load_hf`,
+            `hf_model_type` and `export_hf_at_end`; one with the model type of another takes its place.
         returns_model: whether the result has the model, which is freed otherwise.
         flags: settings as keywords, which win over `settings`.
     Returns:
@@ -78,5 +81,6 @@ def pretrain(
         layer_parameters=layer_parameters,
         optimizer=own,
         learning_rate=learning_rate,
+        families=families,
         returns_model=returns_model,
     )

@@ -54,6 +54,7 @@ def pretrain(
     layer_parameters: OwnParameters | None = None,
     optimizer: OptimizerTraits | OptimizerClass | None = None,
     learning_rate: Schedule | None = None,
+    families: Sequence[Any] = (),
     returns_model: bool = False,
 ) -> Trained:
     """Train as configured, on this rank: the entry of the library. docs/extending.md has an example of every argument.
@@ -74,15 +75,17 @@ def pretrain(
         optimizer: a class of torch.optim.Optimizer, or traits of one that is not in config/derived/optimizers.py, in
             place of --optimizer.
         learning_rate: changes the rate of each step.
+        families: further families of Hugging Face models.
         returns_model: whether what is returned has the model, which otherwise is freed.
     Returns:
         The losses of the steps, and where the run wrote what; the rows of the metrics where there is no `status`.
     Raises:
         TrainingError: something ended the run before its planned end.
     """
-    extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate)
+    extensions = Extensions(callbacks, datasets, loss, layer_spec, layer_parameters, optimizer, learning_rate, families)
     hand_over(config, vars(extensions))
-    configured, keeps_rows = config if isinstance(config, Configured) else configure(config), status is None
+    with extensions.registered():
+        configured, keeps_rows = config if isinstance(config, Configured) else configure(config), status is None
     if configured is not config:
         _print_warnings(configured.typed.warnings)
     with extensions.registered(), _process_given_back(configured.config, status) as (status, ends):
@@ -254,19 +257,13 @@ def _join_ranks(
     Returns:
         The store of the ranks; None where another has made their group.
     """
-    import torch
-
     from megatron_ext.parallel import groups
     from megatron_ext.sharding.choose import sharding_of
     from megatron_ext.train.callbacks import profiling
     from megatron_ext.train.start_watchdog import begin_watch
 
     config = configured.config
-    ends.callback(
-        torch.use_deterministic_algorithms,
-        torch.are_deterministic_algorithms_enabled(),
-        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    ends.callback(_set_determinism, _determinism())
     profiling.begin(config, status.rank, here)
     if configured.search is None:  # before the ranks meet, where it can be known
         _require_checkpoint(config.checkpoint, configured.resume)
@@ -281,14 +278,29 @@ def _join_ranks(
     return store
 
 
+def _determinism() -> tuple[bool, bool]:
+    """Return whether torch takes deterministic algorithms alone, and whether it only warns of others."""
+    import torch
+
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_determinism(before: tuple[bool, bool]) -> None:
+    """Set what `_determinism` has returned. torch imports a part of its compiler to do so: only where it differs."""
+    import torch
+
+    if _determinism() != before:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def _with_agreed_checkpoint(configured: Configured, extensions: Extensions) -> Configured:
     """Return the configuration for the checkpoint that all ranks go on from."""
     if configured.search is not None:
-        from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
         from megatron_ext.checkpoint.native.agreed_checkpoint import agree
 
         search, before = configured.search, configured.typed.warnings
-        resume = newest_snapshot(configured.config, search) or agree(search, configured.config.checkpoint)
+        newer = (kept.newest(configured.config, search) for kept in brought("newer_states"))
+        resume = next(filter(None, newer), None) or agree(search, configured.config.checkpoint)
         configured = configure_for(configured, resume)
         _print_warnings([warning for warning in configured.typed.warnings if warning not in before])
         configured = replace(configured, config=extensions.applied(configured.config))
@@ -385,11 +397,14 @@ def _load(run: "Run", configured: Configured) -> None:
     run.progress.phase = "loading what it begins with"
     iteration = 0
     if resume is not None:
-        from megatron_ext.checkpoint.local.writer import restore_snapshot
         from megatron_ext.checkpoint.native.load_checkpoint import load_saved
         from megatron_ext.train.datasets import check_data_is_that_of_the_checkpoint
 
-        iteration = restore_snapshot(run, resume.iteration) if resume.is_snapshot else load_saved(run, resume)
+        if resume.is_snapshot:
+            [kept] = brought("newer_states")
+            iteration = kept.restore(run, resume.iteration)
+        else:
+            iteration = load_saved(run, resume)
         if not flags.finetune and not configured.begins_stage:
             check_data_is_that_of_the_checkpoint(run, resume)
     if flags.load is not None and run.rank == 0:

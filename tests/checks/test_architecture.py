@@ -302,8 +302,9 @@ READS_FIELDS_OF_LAYERS = {
     "plugins/families/": "translate flags to config.json and compare them with those of a family",
     "model/config.py": "translates flags to megatron-core's configuration, which is one for all layers",
     "plugins/low_precision/rules.py": "judge what was typed",
+    "plugins/low_precision/widths.py": "finds what to type instead, for the rules",
     "plugins/huggingface/exporter.py": "writes the flags into the model card",
-    "checkpoint/native/single_process.py": "sizes of the tensors that stack all layers in a checkpoint",
+    "plugins/checkpoint_tools/single_process.py": "sizes of the tensors that stack all layers in a checkpoint",
     "plugins/prove/gather.py": "names the modules of every layer",
 }
 MIXERS = [f"plugins/{name}/" for name, plugin in plugins().items() if "mixers" in plugin.brings]

@@ -11,9 +11,9 @@ import torch
 
 from megatron_ext.checkpoint.native import checkpoint_state_dict, save
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
-from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.errors import NumericError
 from megatron_ext.forkserver.ranks import RankError, run_ranks
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors, differences
 from megatron_ext.train.callbacks.checkpointing import Checkpointing
 from megatron_ext.train.trainer import Callback, Trainer
 from tests.support import checkpoints

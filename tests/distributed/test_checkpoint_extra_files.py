@@ -17,7 +17,7 @@ from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
 from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
-from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe
+from megatron_ext.plugins.prepare.tokenizer_training import train_bytelevel_bpe
 from megatron_ext.train.configure import configure
 from tests.support.checkpoints import MODEL, REST, SCHEDULE, build, flip, save_at, train
 

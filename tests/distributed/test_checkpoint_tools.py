@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native.tensors import Tensors
-from megatron_ext.cli.average_checkpoints import main
-from megatron_ext.cli.inspect_checkpoint import main as inspect
 from megatron_ext.commandline import run_tool
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.checkpoint_tools.commands.average_checkpoints import main
+from megatron_ext.plugins.checkpoint_tools.commands.inspect_checkpoint import main as inspect
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
 from tests.support.checkpoints import FLAGS, load, save_at
 from tests.support.launched import ROOT

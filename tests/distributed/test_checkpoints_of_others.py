@@ -17,10 +17,10 @@ import torch
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import save_checkpoint
-from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.data.corpus import Splits
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.forkserver.ranks import RankError, run_ranks
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 from megatron_ext.plugins.migrate.deepspeed_checkpoint.importer import import_deepspeed
 from megatron_ext.plugins.migrate.megatron_lm_checkpoint.saved_flags import read_args, saved_model
 from megatron_ext.train.configure import configure

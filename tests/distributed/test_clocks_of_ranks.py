@@ -18,7 +18,7 @@ from megatron_ext.device.cpu import CpuDevice
 from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.plugins.pages.loss_curve import read_history, summary
 from megatron_ext.plugins.pages.run_page import run_page
-from megatron_ext.telemetry.communication_clock import CommunicationClock, ComputeTime
+from megatron_ext.plugins.rank_times.communication_clock import CommunicationClock, ComputeTime
 from megatron_ext.train.trainer import Trainer
 from megatron_ext.untrusted.metrics_rows import read_rows
 from tests.support.launched import reproducible_rows

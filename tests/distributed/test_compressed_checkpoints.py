@@ -99,7 +99,7 @@ def test_a_compressed_record_is_refused_before_memory_grows(name: str, saved: Pa
 
 
 def _shown(folder: str) -> str:
-    from megatron_ext.cli.inspect_checkpoint import main
+    from megatron_ext.plugins.checkpoint_tools.commands.inspect_checkpoint import main
 
     try:
         main(["show", folder])

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
+from megatron_ext.plugins.prepare.tokenizer_training import train_bytelevel_bpe, train_sentencepiece
 from megatron_ext.plugins.tasks.commands.generate_sample import main as generate
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.tiktoken import DEFAULT_SPECIAL_TOKENS
-from megatron_ext.tokenizer.tokenizer_training import train_bytelevel_bpe, train_sentencepiece
 from tests.support.corpora import write_documents
 from tests.support.hf_models import quiet_transformers, write_model
 from tests.support.hf_shapes import VOCABULARY

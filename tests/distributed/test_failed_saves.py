@@ -8,8 +8,8 @@ import pytest
 
 from megatron_ext.checkpoint.native import save
 from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
-from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors, differences
 from tests.support.checkpoints import FLAGS
 from tests.support.program import Ended, run_program
 

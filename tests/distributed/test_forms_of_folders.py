@@ -10,10 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.errors import DataError
 from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 from megatron_ext.plugins.huggingface.load_hf import read_rows
 from tests.support.hf_models import quiet_transformers, write_model
+from tests.support.hf_shapes import MODELS
+from tests.support.plain_process import in_plain_process
 
 # Of the second tier: a type in tests/distributed/test_huggingface.py.
 pytestmark = pytest.mark.full
@@ -41,14 +44,56 @@ def _assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> list[str]:
     return remarks
 
 
-@pytest.mark.parametrize("name", ["Kimi Linear", "OLMo hybrid"])
-def test_what_transformers_writes_after_a_load(name: str, tmp_path: Path) -> None:
-    published, again = tmp_path / "published", tmp_path / "again"
-    model: Any = write_model(published, name)
+SHAPES = {settings["model_type"]: name for name, settings in reversed(MODELS.items())}
+"""Every type -> the first of its shapes."""
+
+
+def _saved_after_a_load(folder: str, again: str, shards: str, own: str) -> None:
+    """By transformers: in one file and in several, by the names of its release 4.57 where that has the type; and, as
+    nobody publishes it, by the names that the model has in memory."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(again)
-    shapes = [{one: t.shape for one, t in load_file(at / "model.safetensors").items()} for at in (again, published)]
-    assert shapes[0] != shapes[1]
-    _assert_same(again, _parameters(published)[0])
+    model.save_pretrained(shards, max_shard_size="60KB")
+    model.save_pretrained(own, save_original_format=False)
+
+
+def _rewritten(folder: Path, source: Path, tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _is_refused(folder: Path) -> bool:
+    """Whether the tensors are said to be none of the model, and not read as another one's."""
+    try:
+        _parameters(folder)
+    except DataError as error:
+        return "config.json does not match the tensors" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("kind", sorted(SHAPES))
+def test_every_form_of_every_type(kind: str, tmp_path: Path) -> None:
+    """The folder as published is read as test_huggingface.py compares it; all others are read as the same numbers."""
+    published, again, shards, own, bare, stale = (
+        tmp_path / name for name in ("published", "again", "shards", "own", "bare", "stale")
+    )
+    model: Any = write_model(published, SHAPES[kind])
+    expected, tensors = _parameters(published)[0], load_file(published / "model.safetensors")
+    in_plain_process(_saved_after_a_load, *map(str, (published, again, shards, own)))
+    first = f"{model.base_model_prefix}."
+    _rewritten(bare, published, {name.removeprefix(first): tensor for name, tensor in tensors.items()})
+    _rewritten(stale, published, tensors)
+    gone = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
+    (stale / "model.safetensors.index.json").write_text(json.dumps(gone))
+    assert len([*shards.glob("*.safetensors")]) > 1
+    for folder in (again, shards, bare, stale):
+        remarks = _assert_same(folder, expected)
+        assert any("model-00001-of-00002.safetensors" in one for one in remarks) == (folder == stale), folder.name
+    if not _is_refused(own):
+        _assert_same(own, expected)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.forkserver.ranks import RankError, run_ranks
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
 from megatron_ext.plugins.huggingface import exported_model
 from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
@@ -280,6 +280,7 @@ def test_query_groups(name: str, heads: int, tp: int, tmp_path: Path) -> None:
                     "dots.llm1, unnormalized",
                     "A.X-K1",
                     "Command A+",
+                    "Qwen3-Omni, its text model",
                 ),
             )
         ),

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.prepare.chat_templates import TEMPLATES
 from megatron_ext.plugins.prepare.commands.preprocess_data import main as preprocess
 from megatron_ext.plugins.prove.parity import CURVE_TOLERANCE, FIRST_LOSS_TOLERANCE, compare
 from megatron_ext.plugins.prove.recorded_training import RunRecord, record
-from megatron_ext.tokenizer.chat_templates import TEMPLATES
 from tests.support.hf_models import quiet_transformers, write_model
 from tests.support.instructions import conversations, write_lines, write_tokenizer
 from tests.support.plain_process import in_plain_process

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ext.config.schema import flags_of
 from megatron_ext.data.formula_order import FormulaSource
 from megatron_ext.data.indexed import IndexedWriter
 from megatron_ext.data.integrity import share_of
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.silent_errors.flags import SilentErrorFlags
 from tests.support.launched import reproducible_rows
 from tests.support.program import run_program
 from tests.support.several_models import in_turn
@@ -55,8 +57,8 @@ def _run(flags: str) -> Any:
 
 def _losses(steps: int, flags: str) -> tuple[list[str], int]:
     """Loss and norm of each step as hexadecimal floats, and how many batches were run again."""
-    from megatron_ext.train import spikes
-    from megatron_ext.train.callbacks import spike_check as callback
+    from megatron_ext.plugins.silent_errors import spike_check as callback
+    from megatron_ext.plugins.silent_errors import spikes
     from megatron_ext.train.trainer import Trainer
 
     callback._LEAST = 3
@@ -67,7 +69,7 @@ def _losses(steps: int, flags: str) -> tuple[list[str], int]:
         return judged[-1]
 
     callback.judge = judge
-    threshold = run.config.training.spike_threshold
+    threshold = flags_of(run.config.training, SilentErrorFlags).spike_threshold
     trainer = Trainer(run, [callback.SpikeCheck(threshold)] if threshold else [])
     found = []
     for _ in range(steps):
@@ -97,7 +99,7 @@ def test_runs_that_are_repeated_are_the_same_and_change_nothing(layouts: dict[st
 def _damage(flags: str, wrong: tuple[int, ...], calls: int) -> str:
     """Train; from a step on, these ranks compute a tenfold loss for so many microbatches. Returns what ends it."""
     from megatron_ext.errors import NumericError
-    from megatron_ext.train.callbacks import spike_check
+    from megatron_ext.plugins.silent_errors import spike_check
     from megatron_ext.train.trainer import Trainer
 
     spike_check._LEAST = 3

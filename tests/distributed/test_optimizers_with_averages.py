@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 from megatron_ext.plugins.prove.parity import CURVE_TOLERANCE
 from megatron_ext.train.configure import configure
 from tests.support.resaving import FLAGS, assert_same_tensors, saved_by

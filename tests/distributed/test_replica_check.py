@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.config.schema import flags_of
 from megatron_ext.errors import NumericError
 from megatron_ext.forkserver.ranks import run_ranks
 from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parallel.rows import local_part
-from megatron_ext.train.callbacks.replicas import ReplicaCheck
+from megatron_ext.plugins.silent_errors.flags import SilentErrorFlags
+from megatron_ext.plugins.silent_errors.replicas import ReplicaCheck
 from megatron_ext.train.trainer import Trainer
 from tests.support.checkpoints import build
 from tests.support.program import tiny
@@ -38,8 +40,8 @@ Found = tuple[str, int, int]
 def _train(flags: str, good_steps: int, damage: Callable[[Any], None]) -> Found:
     """Good steps, then damage, then steps until the error."""
     run = build([*FLAGS, *flags.split()])
-    training = run.config.training
-    intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
+    checks = flags_of(run.config.training, SilentErrorFlags)
+    intervals = (checks.check_weight_hash_across_dp_replicas_interval, checks.check_replicated_weights_interval)
     trainer = Trainer(run, [ReplicaCheck(*intervals)])
     for _ in range(good_steps):
         trainer.step()

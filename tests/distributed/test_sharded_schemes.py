@@ -10,8 +10,8 @@ import pytest
 
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import Save, save_checkpoint
-from megatron_ext.checkpoint.native.tensors import Tensors, differences
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors, differences
 from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
 from megatron_ext.plugins.prove import gather
 from megatron_ext.train.callbacks.parameters_norm import parameters_norm

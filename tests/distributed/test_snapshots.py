@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.local import rank_file, snapshot_folder
-from megatron_ext.checkpoint.local.newest_snapshot import newest_snapshot
-from megatron_ext.checkpoint.local.snapshot_folder import file_of, folder_of, iterations, layout_of, ranks_at
-from megatron_ext.checkpoint.local.writer import SnapshotWriter
 from megatron_ext.checkpoint.native.resume import Search
 from megatron_ext.config.parse.config_file import to_yaml
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.snapshots import rank_file, snapshot_folder
+from megatron_ext.plugins.snapshots.newest_snapshot import newest_snapshot
+from megatron_ext.plugins.snapshots.snapshot_folder import file_of, folder_of, iterations, layout_of, ranks_at
+from megatron_ext.plugins.snapshots.writer import SnapshotWriter
 from megatron_ext.train.trainer import Trainer
 from tests.support.checkpoints import FLAGS as SAVED_FLAGS
 from tests.support.checkpoints import build, flip

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.forkserver.ranks import run_ranks
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 from megatron_ext.plugins.huggingface.commands.convert_checkpoint import main as convert
 from tests.support.resaving import FLAGS, assert_same_tensors, saved_by
 from tests.support.several_models import end_layout

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.checkpoint import safetensors
 from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native.checkpoint_folder import find_all
 from megatron_ext.config.resolve import Facts, resolve
@@ -19,6 +18,7 @@ from megatron_ext.data.data_record import read_record
 from megatron_ext.errors import DataError
 from megatron_ext.plugins.families.hf_config import differences, read_hf_config
 from megatron_ext.plugins.families.registry import FAMILIES
+from megatron_ext.plugins.huggingface import safetensors
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 from megatron_ext.plugins.migrate.deepspeed_checkpoint import torch_file
 from megatron_ext.plugins.migrate.megatron_lm_checkpoint.saved_flags import read_args

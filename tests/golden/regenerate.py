@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.config.parse.reference import pinned_command_line  # noqa: E402
+from megatron_ext.plugins.megatron_lm.reference import pinned_command_line  # noqa: E402
 from tests.support import foreign_keys, near_bounds, planner_numbers, plans  # noqa: E402
 from tests.support.losses import golden  # noqa: E402
 from tests.support.megatron_launches import launches_page  # noqa: E402

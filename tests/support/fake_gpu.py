@@ -23,8 +23,8 @@ from megatron_ext.parts.attention import flex
 from megatron_ext.parts.attention.blocks import block_backward, block_forward
 from megatron_ext.parts.attention.scores import Scores
 from megatron_ext.parts.attention.segments import attend_documents, attend_segments
+from megatron_ext.plugins.rank_times.measures import Stragglers
 from megatron_ext.resilience.numeric import largest_magnitude
-from megatron_ext.train.callbacks.communication import Stragglers
 from tests.support.fake_tensors import on_gpu
 from tests.support.operator_calls import Calls, aten
 

@@ -176,7 +176,7 @@ def test_what_is_compiled_is_given_plain_tensors(recipe: str, monkeypatch: pytes
         plain = getattr(genuine, "_torchdynamo_orig_callable", genuine)
         return lambda x, *rest: given.append(x) or plain(x, *rest)
 
-    for name in ("_largest", "_rounded"):
+    for name in ("largest_of_blocks", "_rounded"):
         monkeypatch.setattr(quantizing, name, recorded(name))
     train_on_the_cpu(recipe)
     assert {(type(x), x.requires_grad) for x in given} == {(torch.Tensor, False)}
@@ -205,7 +205,7 @@ def test_rounding_is_compiled_for_all_sizes_of_a_model(
     spec: Any = importlib.util.spec_from_file_location("quantize_again", quantizing.__file__)
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
-    for name in ("_largest", "_rounded"):
+    for name in ("largest_of_blocks", "_rounded"):
         monkeypatch.setattr(quantizing, name, getattr(again, name))
     torch.compiler.reset()
     with dynamo_config.patch(recompile_limit=8), caplog.at_level(logging.WARNING):
@@ -213,7 +213,7 @@ def test_rounding_is_compiled_for_all_sizes_of_a_model(
         train_on_the_cpu(recipe)
         first = made.copy()
         train_on_the_cpu(recipe)
-    assert first.keys() == {"_largest", "_rounded"}
+    assert first.keys() == {"largest_of_blocks", "_rounded"}
     assert made == first, "the second step compiles nothing"
     assert "recompile_limit" not in caplog.text
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from megatron_ext import errors
-from megatron_ext.markup import code, table
+from megatron_ext.plugins.pages.markup import code, table
 
 _PACKAGE = Path(errors.__file__).parent
 _FILES = (
@@ -14,7 +14,7 @@ _FILES = (
     ("The manifest of a dataset", "data/data_manifest.py"),
     ("A checkpoint's folder", "checkpoint/native/checkpoint_folder.py"),
     ("The manifest of a checkpoint", "checkpoint/native/checkpoint_manifest.py"),
-    ("A snapshot of one rank", "checkpoint/local/rank_file.py"),
+    ("A snapshot of one rank", "plugins/snapshots/rank_file.py"),
     ("How a run ended: `exit.json`", "resilience/exit_record.py"),
     ("How a run was started: `commands.jsonl`", "telemetry/commands_file.py"),
 )

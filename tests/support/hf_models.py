@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_ext.plugins.huggingface.tiny_models import model_with_logits
 from tests.support.hf_shapes import MODELS, VOCABULARY
 
 LENGTH = 64
@@ -21,12 +22,12 @@ TOKENS = [[(7919 * position + 101 * row) % VOCABULARY for position in range(LENG
 
 def write_model(folder: Path, name: str, **changes: Any) -> torch.nn.Module:
     """Write a model of `MODELS` with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     settings = {**MODELS[name], **changes}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = model_with_logits(config).eval()
     move_weights(model)
     write_as_published(model, folder)
     return model

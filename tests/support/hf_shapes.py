@@ -767,6 +767,18 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_experts_per_tok": 3, "num_shared_experts": 1, "shared_expert_combination_strategy": "sum"},
         **{"rms_norm_eps": 1e-5, "sliding_window": 9, "logit_scale": 0.5, "pad_token_id": None, **_UNTIED},
     },
+    "Emu3, its text model": {
+        **{"model_type": "emu3_text_model", **_DECODER, "attention_dropout": 0.0},
+        "pad_token_id": 1001,  # of which a gradient is left out there; no text has it
+    },
+    "Granite Vision, its text model": {
+        **{"model_type": "granite4_vision_text", **_PLAIN, "num_key_value_heads": 2, "attention_bias": True},
+        **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3, **_UNTIED},
+    },
+    "Qwen3-Omni, its text model": {
+        **{"model_type": "qwen3_omni_moe_text", **_DECODER, "moe_intermediate_size": 32, "num_experts": 6},
+        **{"num_experts_per_tok": 3, "mlp_only_layers": [0], "num_hidden_layers": 4, **_UNTIED},
+    },
     "GPT-2": {"model_type": "gpt2", **_GPT2},
     "GPT-2, untied": {"model_type": "gpt2", **_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
 }

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.compat.megatron_options import find
-from megatron_ext.config.parse.other_flags import advice
+from megatron_ext.config.parse.other_flags import advice, find_option
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.plugins.migrate.megatron_deepspeed import read
 from megatron_ext.rules.validate import problems
@@ -114,7 +113,7 @@ _NOT_TOGETHER = {
 
 
 def _is_unbuilt(feature: str) -> bool:
-    known = find(feature)
+    known = find_option(feature)
     refused = known is not None and not known.accepted
     return refused or ": '" in feature or feature in _NOT_TOGETHER or advice(feature) is not None
 

@@ -2,7 +2,7 @@
 
 The lock is the kernel's, on `SAVE/.lock`, and goes with the process that holds it, however that ends: a killed job
 leaves nothing to clean up. The file's content says who it is, and has a random name of the folder's contents, by which
-snapshots in a machine's memory (`checkpoint.local`) know that they belong to it: a folder of the same path may have
+snapshots in a machine's memory (`plugins/snapshots`) know that they belong to it: a folder of the same path may have
 been removed and begun anew. The lock is of POSIX's kind (`lockf`), which works over NFS and which the helper processes
 that a job forks do not inherit.
 """

@@ -10,7 +10,7 @@ checks the few small files that the flags follow from, and takes the first check
 checks all files, each rank a share. Where it settles on another checkpoint, the configuration is made once more.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_ext.checkpoint.native import checkpoint_manifest
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, DATA, SavedCheckpoint, find_to_load
 from megatron_ext.checkpoint.native.extra_files import TOKENIZER
 from megatron_ext.config.parse.saved import read_saved
+from megatron_ext.config.schema import Config
 from megatron_ext.errors import DataError
 from megatron_ext.registry import brought
 from megatron_ext.untrusted.untrusted_folder import file_inside
@@ -35,11 +36,22 @@ class Resume(SavedCheckpoint):
     damaged: tuple[str, ...] = ()
     """Problem of each checkpoint that comes before it and was passed over."""
     is_snapshot: bool = False
-    """Whether it is one of the snapshots in the machines' memory (`checkpoint.local`) and no checkpoint."""
+    """Whether it is a `NewerState` that a plugin has kept in the machines' memory, and no checkpoint."""
 
     def gives_the_flags_of(self, other: "Resume | None") -> bool:
         """Return whether a configuration that was made with `other` is the one that this gives."""
         return other is not None and (self.path, self.saved) == (other.path, other.saved)
+
+
+@dataclass(frozen=True)
+class NewerState:
+    """Finds and restores states of a run that a plugin keeps besides the checkpoints."""
+
+    newest: "Callable[[Config, Search], Resume | None]"
+    """Returns the state that is newer than the checkpoint of the search, with `is_snapshot`, the same on every rank;
+    None where the run goes on from the checkpoint. Collective."""
+    restore: Callable[[Any, int], int]
+    """Puts the state of an iteration into a run, and returns the iteration."""
 
 
 @dataclass(frozen=True)

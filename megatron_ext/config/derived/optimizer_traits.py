@@ -135,6 +135,9 @@ class OptimizerTraits:
     elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
     """Names of the optimizer in other programs, by program."""
 
+    drawn: tuple[str, ...] = ()
+    """Flags with other values than the defaults, of which random models take one (docs/parity_fuzz.md)."""
+
     @property
     def each(self) -> tuple["OptimizerTraits", ...]:
         """The optimizers of a run: this one, and `of_elements` if it is set."""
@@ -197,6 +200,11 @@ FULL_ADAM = OptimizerTraits(
     schemes=ALL_SCHEMES,
     built_as="adam",
     counts_updates=True,  # by which the bias of its averages is corrected
+    drawn=(
+        "--adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6",
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16",
+        "--main-grads-dtype bf16 --bf16",
+    ),
     can_be_masked=True,
     torch_options={"fused": True},  # one call for all tensors instead of a Python loop
     remark="AdamW, the fused kernel where there is one",
@@ -227,6 +235,7 @@ SGD = OptimizerTraits(
     schemes=frozenset({"use_torch_fsdp2"}),  # DistributedOptimizer, also under Megatron-FSDP, refuses the engine's SGD
     built_as="sgd",
     follows_gradients=True,
+    drawn=("--sgd-momentum 0", "--sgd-momentum 0.5"),
     elsewhere=dict.fromkeys(("deepspeed", "axolotl"), Elsewhere(("sgd",), flags="--sgd-momentum 0")),
 )
 _FIRST_MUON = "--muon-momentum 0.95 --muon-nesterov --muon-coefficient-type simple"
@@ -249,6 +258,16 @@ MUON = OptimizerTraits(
     of_elements=FULL_ADAM,
     needs_whole_matrices=True,
     puts_matrices_together=True,
+    drawn=(
+        "--muon-momentum 0.8 --muon-nesterov",
+        "--muon-scale-mode unit_rms_norm --muon-extra-scale-factor 0.5",
+        "--muon-scale-mode shape_scaling --muon-num-ns-steps 3",
+        "--muon-coefficient-type simple --muon-fp32-matmul-prec highest",
+        "--muon-coefficient-type polar_express",
+        "--muon-no-split-qkv",
+        "--muon-tp-mode distributed",
+        "--adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6",
+    ),
     remark="matrices of layers by Muon; embeddings, output layer, norms, biases and routers by AdamW",
     elsewhere={
         "deepspeed": Elsewhere(

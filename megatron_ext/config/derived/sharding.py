@@ -34,6 +34,8 @@ class Scheme:
             each reduction, or once a step; or the whole gradients once a step.
         own: fields of the layout that only this scheme reads.
         ignores: fields that change nothing with it, and why.
+        gathers_whole: returns why weights cannot be rounded before they are gathered, with what helps, or None.
+        equal_rows: whether the ranks must have equally many rows of a weight that is.
         cannot: yields the problems of a resolved configuration with the scheme, in sentences with a setting that works.
     """
 
@@ -50,6 +52,8 @@ class Scheme:
     between: Literal["reductions", "steps", "whole steps"] = "reductions"
     own: tuple[str, ...] = ()
     ignores: Mapping[str, str] = field(default_factory=dict)
+    gathers_whole: Callable[[Any], str | None] = lambda _: "no weights are gathered; use --use-distributed-optimizer"
+    equal_rows: bool = False
     cannot: Callable[[Any], Iterator[str]] = lambda config: iter(())
 
     @property
@@ -110,6 +114,12 @@ def _fsdp2_cannot(config: Any) -> Iterator[str]:
         yield ("--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16, or " + instead)
 
 
+def _fsdp2_gathers_whole(config: Any) -> str | None:
+    if config.layout.torch_fsdp2_cpu_offload:
+        return "weights in host memory are gathered in bf16; leave --torch-fsdp2-cpu-offload out"
+    return None
+
+
 def _megatron_fsdp_cannot(config: Any) -> Iterator[str]:
     layout, experts = config.layout, config.model.num_experts
     if layout.use_torch_fsdp2:
@@ -160,6 +170,7 @@ ZERO_1 = Scheme(
     title="ZeRO-1",
     overlaps=("overlap_grad_reduce", "overlap_param_gather"),
     divides_more="--use-torch-fsdp2 in place of --use-distributed-optimizer",
+    gathers_whole=lambda _: None,
 )
 FSDP2 = Scheme(
     {"use_torch_fsdp2": True},
@@ -170,6 +181,8 @@ FSDP2 = Scheme(
     gradients_in_fp32=True,
     own=("torch_fsdp2_no_reshard_after_forward", "torch_fsdp2_cpu_offload"),
     ignores=dict.fromkeys(ZERO_1.overlaps, "--use-torch-fsdp2 overlaps its traffic layer by layer"),
+    gathers_whole=_fsdp2_gathers_whole,
+    equal_rows=True,
     cannot=_fsdp2_cannot,
 )
 
@@ -187,6 +200,9 @@ def _megatron_fsdp(strategy: str, *divides: bool, between: Any = "steps", more: 
         between=between,
         own=("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
         ignores=dict.fromkeys(("use_distributed_optimizer", *ZERO_1.overlaps, "ddp_bucket_size"), why),
+        gathers_whole=lambda _: (
+            "Megatron-FSDP gathers weights in bf16; use --use-torch-fsdp2 instead of --use-megatron-fsdp"
+        ),
         cannot=_megatron_fsdp_cannot,
     )
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.config.compat import megatron_options, old_spellings
 from megatron_ext.config.parse import help_text, other_flags
 from megatron_ext.config.parse.ineffective_flags import without_effect
 from megatron_ext.config.parse.options import (
@@ -117,7 +116,7 @@ class _Reading:
             if flag in names:
                 continue
             old = names[0]
-            meaning = old_spellings.find(old)
+            meaning = other_flags.find_spelling(old)
             old_names[flag if meaning is None or meaning[1] is None else f"{flag} {meaning[1]}"] = old
         return old_names
 
@@ -268,9 +267,9 @@ def _read_known(reading: _Reading, word: str, inline: str | None, words: list[st
     texts = words if inline is None else [inline, *words]
     if flag in options_by_flag():
         _read_option(reading, flag, options_by_flag()[flag], inline, words)
-    elif (old := old_spellings.find(flag)) is not None:
+    elif (old := other_flags.find_spelling(flag)) is not None:
         _read_old(reading, flag, old, inline, words)
-    elif (known := megatron_options.find(flag)) is not None:
+    elif (known := other_flags.find_option(flag)) is not None:
         own = texts[: known.most_values]
         _refuse_extra(reading, flag, texts[known.most_values :])
         _judge_megatron(reading, known, own)
@@ -282,7 +281,7 @@ def _read_known(reading: _Reading, word: str, inline: str | None, words: list[st
 
 def _read_old(reading: _Reading, flag: str, old: tuple[str, str | None], inline: str | None, words: list[str]) -> None:
     name, value = old
-    reading.implied |= old_spellings.IMPLIED.get(flag, {})
+    reading.implied |= other_flags.implied_values(flag)
     if value is None:
         _read_option(reading, flag, options_by_name()[name], inline, words)
     else:
@@ -317,16 +316,16 @@ def _read_option(reading: _Reading, flag: str, option: Option, inline: str | Non
 def _taken(reading: _Reading, flag: str, option: Option, text: str) -> str:
     """Return the value that is taken for this text, with a warning where that value works differently to the same
     end."""
-    current, instead = old_spellings.taken_value(option.name, text)
+    current, instead = other_flags.taken_value(option.name, text)
     if instead is not None:
         reading.warnings.append(f"{flag} {text} changes nothing here: {instead}")
     return current
 
 
-def _judge_megatron(reading: _Reading, known: megatron_options.MegatronOption, values: list[str]) -> None:
+def _judge_megatron(reading: _Reading, known: other_flags.OtherOption, values: list[str]) -> None:
     if not values and known.needs_value:
         reading.problems.append(f"{known.flag} needs a value{'' if known.accepted else f'; but {known.reason}'}")
-    elif (why_not := known.refused_value(values)) is not None:
+    elif (why_not := known.refused_values.get(" ".join(values))) is not None:
         reading.problems.append(f"{' '.join([known.flag, *values])} is not supported: {why_not}")
     elif known.is_neutral(values):
         return
@@ -418,8 +417,8 @@ def _read_recipe(reading: _Reading, name: str, command_line: _Reading, file: _Re
 def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
     """Read one line of a configuration file."""
     name = key.replace("-", "_")
-    if (old := old_spellings.find(flag_of(name))) is not None:
-        implied = old_spellings.IMPLIED.get(flag_of(name), {})
+    if (old := other_flags.find_spelling(flag_of(name))) is not None:
+        implied = other_flags.implied_values(flag_of(name))
         name, fixed = old
         value = value if fixed is None else fixed if value is True else None
         reading.implied |= implied if value is not None else {}
@@ -430,7 +429,7 @@ def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
         if option is not None:
             value = read_yaml_value(option, _taken_yaml(reading, option, value))
             reading.give(name, key, key, value)
-        elif (known := megatron_options.find(flag_of(name))) is not None:
+        elif (known := other_flags.find_option(flag_of(name))) is not None:
             if value is not False:
                 items = [] if value is True else value if isinstance(value, list) else [value]
                 _judge_megatron(reading, known, [str(item) for item in items])

@@ -5,9 +5,8 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
 from megatron_ext.config.parse.options import Option, options
-from megatron_ext.config.parse.other_flags import translated
+from megatron_ext.config.parse.other_flags import other_options, translated
 from megatron_ext.config.parse.usual_flags import USUAL
 
 _USAGE = """\
@@ -76,7 +75,7 @@ def about(words: Sequence[str]) -> str:
 def _found(asked: str, wanted: Sequence[str]) -> str:
     is_name = bool(wanted[1:]) and " " not in asked
     matching = [one for one in options() if _has(_names(one) if is_name else _searched(one), wanted)]
-    others = [one for one in (megatron_options() | earlier_options()).values() if _has(one.flag, wanted)]
+    others = [one for one in other_options().values() if _has(one.flag, wanted)]
     theirs = {flag: text for flag, text in translated().items() if _has(flag, wanted)}
     if not matching and not others and not theirs:
         matching = [] if is_name else _named(wanted)

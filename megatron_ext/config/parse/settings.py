@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
-from megatron_ext.config.compat import megatron_options, old_spellings
+from megatron_ext.config.parse import other_flags
 from megatron_ext.config.parse.options import flag_of, options_by_flag
 from megatron_ext.errors import ConfigurationError
 
@@ -66,8 +66,8 @@ def _is_training_flag(flag: str) -> bool:
     return (
         flag in options_by_flag()
         or flag in _PROGRAM_SWITCHES
-        or old_spellings.find(flag) is not None
-        or megatron_options.find(flag) is not None
+        or other_flags.find_spelling(flag) is not None
+        or other_flags.find_option(flag) is not None
     )
 
 

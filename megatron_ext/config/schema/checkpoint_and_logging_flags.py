@@ -133,22 +133,6 @@ class CheckpointConfig:
         "may then be repeated or left out.",
         read_with=_LOADS,
     )
-    non_persistent_save_interval: int | None = free(
-        None,
-        "Steps between two snapshots into the memory of each machine, which a restart finds first; the newest two are "
-        "kept.",
-        at_least=1,
-    )
-    non_persistent_ckpt_type: str | None = free(
-        None, "Kind of snapshots: local, each rank's own in --non-persistent-local-ckpt-dir.", choices=("local",)
-    )
-    non_persistent_local_ckpt_dir: str | None = free(
-        None, "Folder of snapshots on every machine, in memory: /dev/shm/snapshots for example."
-    )
-    replication: bool = free(False, "Keep a copy of every rank's snapshots on another machine, too.")
-    replication_jump: int | None = free(
-        None, "How many ranks further the copy goes; default the ranks of a machine: to the next one.", at_least=1
-    )
     exit_on_missing_checkpoint: bool = free(False, "Fail when --load holds no checkpoint; default start afresh.")
 
 
@@ -200,11 +184,13 @@ class LoggingConfig:
         False,
         "Log how the ranks' time divides into computing, communicating, and waiting for a pipeline neighbour, to "
         "--metrics-file and TensorBoard.",
+        turns_on_a_plugin=True,
     )
     log_straggler: bool = free(
         False,
         "Compare compute times of ranks, waiting excluded, and name a rank that is slower than the others of its "
         "pipeline stage, in the log, --metrics-file and TensorBoard.",
+        turns_on_a_plugin=True,
     )
     timing_log_level: int = free(
         0, "0: step time only; 1: forward-backward and optimizer; 2: every part.", choices=(0, 1, 2)

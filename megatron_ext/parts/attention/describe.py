@@ -557,6 +557,7 @@ def draw(random: Random) -> list[str]:
     scores += [
         "--softmax-scale 0.4",
         "--qkv-clip 1",
+        f"--kv-channels {random.choice((8, 24))}",
         f"--value-channels {random.choice((10, 24))} --value-multiplier 0.7",
     ]
     return [
@@ -577,9 +578,7 @@ def _drawn_positions(random: Random) -> list[str]:
     rotated += [f"--no-rope-freq {random.choice(('2', '[0,1,0,0]'))}", "--rotary-base 100"]
     heated = "--attention-temperature-scale 0.5 --attention-temperature-step 5"
     rotated += [f"--no-rope-freq 2 {heated}", f"--attention-temperature-of rotated {heated}"]
-    rotated += [
-        f"--rope-type {random.choice(('yarn', 'rope'))} --rotary-scaling-factor 4 --original-max-position-embeddings 32"
-    ]
+    rotated += [*_drawn_stretches(random)]
     local = [
         f"--num-query-groups-local {random.choice((1, 4))}",
         "--softmax-type-local learnable",
@@ -590,8 +589,32 @@ def _drawn_positions(random: Random) -> list[str]:
     kind = random.choice(("rope", "rope", "rope", "rope", "learned_absolute", "none", "alibi"))
     return [
         f"--position-embedding-type {kind}",
+        *taken(random, (0.3 * (kind == "learned_absolute"), "--position-embedding-offset 2")),
+        *taken(random, (0.1, f"--max-position-embeddings {random.choice((40, 64))}")),
         *taken(random, (0.5 * (kind == "rope"), random.choice(rotated))),
         *taken(
             random, (0.3, f"{window} --window-attn-skip-freq {layers} {random.choice((*local, '', '', ''))}".strip())
         ),
     ]
+
+
+def _drawn_stretches(random: Random) -> Iterator[str]:
+    """Yield flags of each way of stretching the context of rotary positions, for heads of 16 channels."""
+    yield f"--rotary-seq-len-interpolation-factor {random.choice((2, 4))}"
+    bounds = random.choice(("", " --rope-scaling-low-freq-factor 0.5 --rope-scaling-high-freq-factor 2"))
+    of_llama = "--use-rope-scaling --rope-scaling-factor 4 --rope-scaling-original-max-position-embeddings"
+    yield f"{of_llama} {random.choice((16, 64))}{bounds}"
+    more = (
+        "",
+        "--rotary-attention-factor 1.3",
+        "--beta-fast 8 --beta-slow 2",
+        "--mscale 0.7 --mscale-all-dim 0.4",
+        "--no-yarn-correction-range-round-to-int",
+    )
+    original = "--original-max-position-embeddings"
+    yield f"--rope-type yarn --rotary-scaling-factor 4 {original} 32 {random.choice(more)}".strip()
+    kind, length = random.choice(("dynamic", "rope")), random.choice((16, 32))
+    yield f"--rope-type {kind} --rotary-scaling-factor 4 {original} {length}"
+    short, long = (" ".join(str(first + 0.25 * pair) for pair in range(8)) for first in (1, 2))
+    factors = f"--longrope-short-factor {short} --longrope-long-factor {long}"
+    yield f"--rope-type longrope {factors} --rotary-scaling-factor 2 {original} {random.choice((16, 64))}"

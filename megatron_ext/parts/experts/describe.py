@@ -281,24 +281,37 @@ _SHARED = ("", " --moe-shared-expert-gate", " --moe-shared-expert-average")
 def draw(random: Random) -> list[str]:
     """Return flags of a mixture of experts, drawn at random. Routers compute in fp64: of two layouts that round
     otherwise, one would choose other experts more often."""
-    balanced = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none", "aux_loss global_aux_loss", "sinkhorn")
-    balance, count = random.choice(balanced), random.choice((4, 8))
-    scores = random.choice(("softmax", "softmax --moe-router-pre-softmax", "sigmoid", "sqrtsoftplus"))
-    rate = "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"
-    groups = "--moe-router-num-groups 2 --moe-router-group-topk 1"
+    count, used = random.choice((4, 8)), random.choice((1, 2, 2, 4))
     dropped = f"--moe-expert-capacity-factor 0.8 --moe-token-drop-policy {random.choice(('probs', 'position'))}"
     return [
         f"--num-experts {count} --moe-ffn-hidden-size {random.choice((16, 48))} --moe-router-dtype fp64",
-        f"--moe-router-topk {random.choice((1, 2, 2, 4))}",
-        f"--moe-router-score-function {scores}",
-        *taken(
-            random,
-            (0.7, f"--moe-router-load-balancing-type {balance} --moe-aux-loss-coeff{' 0.1' * len(balance.split())}"),
-        ),
-        *taken(random, (0.3, rate), (0.25, groups), (0.2, "--moe-router-topk-scaling-factor 2.5"), (0.15, dropped)),
-        *taken(random, (0.15, "--moe-router-unnormalized"), (0.1, f"{rate} --moe-router-bias-of logits")),
+        f"--moe-router-topk {used}",
+        *_drawn_choice(random, count, used),
+        *taken(random, (0.15, dropped)),
         *taken(random, (0.4, "--moe-z-loss-coeff 0.01"), (0.15, "--moe-latent-size 24"), (0.1, "--moe-grouped-gemm")),
-        *taken(random, (0.1, "--moe-apply-probs-on-input"), (0.05, "--moe-router-sparsemixer-eps 1e-9")),
+        *taken(random, (0.3 * (used == 1), "--moe-apply-probs-on-input")),
         *taken(random, (0.4, f"--moe-layer-freq {random.choice(('2', '[0,1,1,1]', '[0,1,0,1]'))}")),
         *taken(random, (0.4, f"--moe-shared-expert-intermediate-size 40{random.choice(_SHARED)}")),
+    ]
+
+
+def _drawn_choice(random: Random, count: int, used: int) -> list[str]:
+    """Return flags of scores, of the choice of `used` of `count` experts by them, and of what balances it."""
+    own = random.random()
+    if own < 0.1:
+        return ["--moe-router-sparsemixer-eps 1e-9" if own < 0.05 else "--moe-router-load-balancing-type sinkhorn"]
+    balance = random.choice(("aux_loss", "seq_aux_loss", "global_aux_loss", "none", "aux_loss global_aux_loss"))
+    losses = f"--moe-aux-loss-coeff{' 0.1' * len(balance.split())}"
+    scores = random.choice(("softmax" if used > 1 else "sigmoid", "softmax --moe-router-pre-softmax", "sigmoid"))
+    scores = random.choice((scores, scores, scores, "sqrtsoftplus"))
+    rate = "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"
+    rate += random.choice(("", "", " --moe-router-bias-of logits"))
+    groups = "--moe-router-num-groups 2 --moe-router-group-topk 1"
+    groups += random.choice(("", "", " --moe-router-group-scores 1"))
+    return [
+        f"--moe-router-score-function {scores}",
+        *taken(random, (0.6, f"--moe-router-load-balancing-type {balance} {losses}")),
+        *taken(random, (0.35, rate), (0.25 * (2 * used <= count), groups)),
+        *taken(random, (0.2, "--moe-router-topk-scaling-factor 2.5")),
+        *taken(random, (0.2 * (used > 1 and "softmax" not in scores), "--moe-router-unnormalized")),
     ]

@@ -1,5 +1,5 @@
-"""AFM with experts (Trinity): norms on both sides and of the heads of queries and keys, a gate of attention's output,
-DeepSeek-V3's experts, and windows in three of four layers; the layers without one rotate nothing."""
+"""Trinity: norms on both sides, a gate of what attention gives, deepseek_v3's experts without groups; layers without a
+window rotate nothing."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Apertus: Llama with xIELU, whose numbers each layer learns, and norms of queries and keys."""
+"""Apertus: `--xielu`, whose two numbers each layer learns; norms of queries and keys."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

@@ -1,4 +1,4 @@
-"""Arcee (AFM): Llama whose MLP is squared ReLU, without a gate."""
+"""AFM-4.5B: squared ReLU without a gate, biases in all matrices or none."""
 
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder

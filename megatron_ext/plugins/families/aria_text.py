@@ -1,4 +1,4 @@
-"""Aria's text model: Llama with experts in every layer, whose matrices are one, transposed tensor, and shared ones."""
+"""Aria, its text model: experts and shared ones in every layer; an expert's matrices are one tensor and transposed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A.X-K1: DeepSeek-V3 with a norm of what the experts give, with the shared ones."""
+"""A.X-K1: deepseek_v3 with a norm of what experts and shared ones give together (`--norm-position after-experts`)."""
 
 from megatron_ext.plugins.families import latents
 from megatron_ext.plugins.families.family import Family

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 in all layers but some with attention, each followed by an MLP. A layer there is two of ours."""
+"""Bamba: pairs `M-` and, in the layers of `attn_layer_indices`, `*-`; half of the channels rotated."""
 
 from typing import Any
 

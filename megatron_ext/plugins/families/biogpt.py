@@ -1,4 +1,4 @@
-"""BioGPT: OPT's layers with GELU, and word embeddings times the square root of the width."""
+"""BioGPT: opt with GELU, and word embeddings times the square root of the width (`scale_embedding`)."""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""BLOOM: ALiBi, a norm of the word embeddings, and Megatron's order of queries, keys and values."""
+"""BLOOM, BLOOMZ: `--position-embedding-type alibi`, a norm of the word embeddings (`--embed-layernorm`), LayerNorm,
+biases everywhere.
+
+Queries, keys and values lie in Megatron's order.
+"""
 
 from typing import Any
 

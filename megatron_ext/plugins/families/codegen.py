@@ -1,4 +1,4 @@
-"""CodeGen: GPT-J whose queries, values and keys lie in four blocks of heads."""
+"""CodeGen: gptj whose queries, values and keys lie in four blocks."""
 
 from dataclasses import replace
 from typing import Any

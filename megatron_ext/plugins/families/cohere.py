@@ -1,6 +1,6 @@
-"""Command R: attention and MLP in parallel through one norm without bias, neighbouring channels rotated together, and
-a factor of the logits; in Command R+ norms of queries and keys with
-weights of each head."""
+"""Command R, Command R+: parallel through one norm, LayerNorm with a weight alone (`--norm-parameters weight`),
+neighbouring channels rotated together, `--logits-multiplier` (`logit_scale`), norms of queries and keys with weights of
+each head (`use_qk_norm`: `--qk-layernorm-over each-head`)."""
 
 from typing import Any
 

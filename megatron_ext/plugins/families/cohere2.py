@@ -1,4 +1,5 @@
-"""Command R7B and Command A: Command R with windows in three of four layers; the layers without one rotate nothing."""
+"""Command R7B, Command A: cohere with windows in three of four layers, or by `layer_types`; the layers without one
+rotate nothing (`--no-rope-freq`)."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Command A+: Command A with experts next to attention, and shared ones that are averaged with them or added."""
+"""Command A+: cohere2 with experts, chosen by a softmax or a sigmoid, next to attention (`--parallel-residual
+one-norm`), and shared ones that are added or averaged with them (`--moe-shared-expert-average`); LayerNorm or RMSNorm;
+first layers with an MLP of another width, which rotate without a window, too, where
+`prefix_dense_sliding_window_pattern` is 1."""
 
 import json
 from typing import Any

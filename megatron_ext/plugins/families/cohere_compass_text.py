@@ -1,5 +1,5 @@
-"""Cohere Compass, its text model: Command R whose halves of channels are rotated, with windows in some layers; layers
-with a window rotate by a base of their own, or those without one rotate nothing."""
+"""Cohere Compass, its text model: cohere that rotates halves of a head, with windows by `layer_types`;
+`rope_parameters` of each kind of layers, null for layers that rotate nothing."""
 
 from typing import Any
 

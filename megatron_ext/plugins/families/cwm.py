@@ -1,4 +1,4 @@
-"""Code World Model: Llama whose layers have a window, but for every fourth from the first."""
+"""Code World Model: windows in all layers but every fourth from the first, or by `layer_types`."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

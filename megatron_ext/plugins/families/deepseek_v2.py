@@ -1,4 +1,5 @@
-"""DeepSeek-V2: the attention of V3, and experts chosen by a softmax, from groups by their best expert."""
+"""DeepSeek-V2, V2-Lite: deepseek_v3 with a softmax (`--moe-router-pre-softmax`) and no bias; a group counts by its best
+expert (`--moe-router-group-scores 1`: Megatron counts `--moe-router-topk` / `--moe-router-group-topk` of them)."""
 
 from typing import Any
 

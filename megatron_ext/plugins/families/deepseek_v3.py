@@ -1,4 +1,10 @@
-"""DeepSeek-V3: multi-head latent attention, and experts chosen by a sigmoid with a bias from groups of them."""
+"""DeepSeek-V3, Kimi-K2, bf16: `--multi-latent-attention` with or without `--q-lora-rank`, YaRN
+(`--rotary-scaling-factor`, `--mscale`), norms of latents with the epsilon 1e-6 (`--latent-norm-epsilon`), whatever
+`rms_norm_eps` says of the others; experts chosen by a sigmoid with a bias from `--moe-router-group-topk` of
+`--moe-router-num-groups` groups, weights times `--moe-router-topk-scaling-factor`, `first_k_dense_replace` first layers
+without experts, or all of them; in deepseek_v3, glm4_moe and glm4_moe_lite `--mtp-num-layers`
+(`num_nextn_predict_layers`), as layers after the last one, with their copies of embedding and output layer;
+`--mtp-num-layers 0` leaves them out, and so does a folder without them, as transformers writes it."""
 
 from megatron_ext.plugins.families import latents
 from megatron_ext.plugins.families.family import Family
@@ -20,6 +26,6 @@ DEEPSEEK_V3 = Family(
     dependent_flags=lambda model: {**latents.what_latents_can_say(model), **V3_MIXTURE.dependent_flags(model)},
     is_common=True,
     may_be_dense=True,
-    other_names=("kimi_k2",),  # whose files name the same class
+    other_names={"kimi_k2": {}},  # whose files name the same class
     respelled={r"(^|\.)model\.blocks\.": r"\1model.layers."},  # of a Kimi K2.5 that transformers 5.23 has written
 )

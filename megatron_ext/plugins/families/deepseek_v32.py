@@ -1,4 +1,5 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose queries attend to the keys that an indexer chooses."""
+"""DeepSeek-V3.2, bf16: deepseek_v3 with an indexer of keys (`--experimental-attention-variant dsa`); transformers 5.23
+trains no indexer, so that its gradients are compared with the published formulas alone."""
 
 from functools import partial
 from itertools import starmap

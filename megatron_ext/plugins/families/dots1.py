@@ -1,4 +1,5 @@
-"""dots.llm1: Qwen3 with DeepSeek-V3's experts."""
+"""dots.llm1: deepseek_v3's experts in qwen3's layers; here and in the other families with deepseek_v3's experts
+`norm_topk_prob` false, the default of this class, is `--moe-router-unnormalized`."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

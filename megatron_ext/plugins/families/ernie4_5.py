@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama whose neighbouring channels are rotated together."""
+"""ERNIE 4.5, dense: neighbouring channels are rotated together (`--rotary-interleaved`)."""
 
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.shared import DECODER_FLAGS, DECODER_NAMES, decoder, keys, switch

@@ -1,4 +1,5 @@
-"""ERNIE 4.5 with experts, chosen by a softmax with a bias, and shared ones next to them."""
+"""ERNIE 4.5, experts: a softmax with `--moe-router-enable-expert-bias`, which Megatron does not have; shared experts;
+the layers with experts follow each other."""
 
 from typing import Any
 

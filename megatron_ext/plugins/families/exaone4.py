@@ -1,5 +1,5 @@
-"""EXAONE 4.0: norms after attention and MLP, and of the heads of queries and keys; in a model with windows the layers
-without one rotate nothing."""
+"""EXAONE 4.0: norms after attention and MLP, and of the heads of queries and keys; next to layers with windows, those
+without rotate nothing."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""K-EXAONE: EXAONE 4.0 with norms before attention and MLP, and DeepSeek-V3's experts."""
+"""K-EXAONE: exaone4's layers with norms before attention and MLP, deepseek_v3's experts."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Falcon: attention and MLP in parallel through one norm (7B, 11B) or two (40B, 180B), or one after another."""
+"""Falcon 7B, 11B, 40B, 180B: parallel through one norm or two, or one after another; any number of groups; biases in
+all matrices or none. An export of a parallel one says `new_decoder_architecture`, with which transformers computes the
+same. Not with ALiBi (Falcon-RW): its slopes are divided by the root of the head size there, and rounded to 16 bits."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,6 @@
-"""Falcon-H1: attention and Mamba-2 side by side in every layer, then an MLP, all of them with factors. A layer there is
-two of ours. What multiplies the inputs of a product is part of ours for its outputs."""
+"""Falcon-H1: pairs of letters `B-`: attention and Mamba-2 side by side on one norm, then an MLP; factors of inputs are
+part of `--mamba-multipliers`, `--mixer-multipliers`, `--mlp-multipliers` and `--softmax-scale`, and written as 1; norms
+of Mamba-2 by `--mamba-norm`. Biases are refused."""
 
 import json
 from typing import Any

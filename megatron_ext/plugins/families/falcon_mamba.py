@@ -1,4 +1,5 @@
-"""Falcon-Mamba: Mamba-1 whose time steps, B and C are normalized, without weights."""
+"""Falcon-Mamba: mamba with norms of time steps, B and C that have no weights (`--scan-norm without-weights`,
+`--scan-norm-epsilon`)."""
 
 from typing import Any
 

@@ -103,8 +103,9 @@ class Family:
     halves: bool = False
     """Whether a Hugging Face layer is two of ours, a mixer and the MLP or experts after it (--hybrid-layer-pattern)."""
 
-    other_names: tuple[str, ...] = ()
-    """Names in `config.json` of models that are the same."""
+    other_names: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Names in `config.json` of models that are the same -> values that transformers takes for keys that are not in the
+    file, where they differ from `defaults`."""
 
     may_be_dense: bool = False
     """Whether a model of a family that has names of experts may have none."""

@@ -1,4 +1,4 @@
-"""FlexOlmo: OLMo-2 with experts in every layer."""
+"""FlexOlmo: OLMo-2 with experts in all layers."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

@@ -1,5 +1,5 @@
-"""Flint: Qwen3 with windows, a sink that each head learns, and experts next to a shared one in most layers; layers
-without a window rotate nothing."""
+"""Flint: qwen3's attention with a sink that each head learns; layers without a window rotate nothing; experts chosen by
+a sigmoid without a bias, next to a shared one, in the layers that `mlp_only_layers` leaves."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Gemma: GeGLU, norms whose stored weight is the difference from 1, embeddings times the root of the width."""
+"""Gemma: `--geglu --openai-gelu`, norms whose weight is stored as what it differs from 1, embeddings times the square
+root of the width."""
 
 from typing import Any
 

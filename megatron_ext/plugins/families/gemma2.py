@@ -1,4 +1,6 @@
-"""Gemma 2: Gemma with norms on both sides, windows in every second layer, and bounds of scores and logits."""
+"""Gemma 2: Gemma with norms on both sides (`--norm-position both`), windows by `layer_types`,
+`--attention-logit-softcapping`, `--final-logit-softcapping`, `--softmax-scale` (`query_pre_attn_scalar` to the power of
+-1/2)."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Gemma 3's text model: Gemma 2 with norms of queries and keys, and a rotary base for layers with windows."""
+"""Gemma 3: Gemma 2 with norms of queries and keys; layers with windows have a rotary base of their own
+(`--rotary-base-local`), which no scaling stretches."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""GLM-4 of 2024: a share of the channels is rotated, neighbours together; gate and up projection are one matrix."""
+"""GLM-4 (2024): a share of the channels is rotated (`--rotary-percent`), neighbours together; gate and up projection in
+one matrix."""
 
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.shared import DECODER_FLAGS, DECODER_NAMES, WITHOUT_PADDING, decoder, keys, switch

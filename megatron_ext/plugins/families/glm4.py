@@ -1,4 +1,4 @@
-"""GLM-4 of 2025 (0414): GLM with norms on both sides of attention and MLP."""
+"""GLM-4 (0414): GLM with norms on both sides (`--norm-position both`)."""
 
 from dataclasses import replace
 
@@ -12,5 +12,5 @@ GLM4 = replace(
     architecture="Glm4ForCausalLM",
     names={**GLM.names, **_AFTER},
     flags={**GLM.flags, "norm_position": "both"},
-    other_names=("glm4v_text",),
+    other_names={"glm4v_text": {}},
 )

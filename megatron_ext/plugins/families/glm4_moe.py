@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: half of each head's channels are rotated, and DeepSeek-V3's experts after dense first layers."""
+"""GLM-4.5, 4.6: deepseek_v3's experts; half of the channels rotated, norms of queries and keys or none."""
 
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.mixtures import AHEAD, MIXTURE_NAMES, V3_MIXTURE
@@ -24,5 +24,5 @@ GLM4_MOE = Family(
     },
     {"n_routed_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"},
     dependent_flags=V3_MIXTURE.dependent_flags,
-    other_names=("glm4v_moe_text",),
+    other_names={"glm4v_moe_text": {}},
 )

@@ -1,4 +1,4 @@
-"""GLM-4.7 Flash: DeepSeek-V3's attention and experts, with another epsilon in the norms of latents."""
+"""GLM-4.7 Flash: deepseek_v3, with another `rms_norm_eps`."""
 
 from megatron_ext.plugins.families import latents
 from megatron_ext.plugins.families.deepseek_v3 import DEEPSEEK_V3

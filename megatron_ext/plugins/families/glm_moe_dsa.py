@@ -1,4 +1,5 @@
-"""GLM-5: DeepSeek-V3.2's layers, whose indexer rotates neighbouring channels."""
+"""GLM-5: deepseek_v32 whose indexer rotates neighbouring channels (`--dsa-indexer-rope-interleaved`); layers that take
+the choice of an earlier layer (`indexer_types` shared) are refused."""
 
 from dataclasses import replace
 from typing import Any

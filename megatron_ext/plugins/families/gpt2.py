@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that lie transposed."""
+"""GPT-2: learned positions, LayerNorm, transposed matrices, tanh or exact GELU."""
 
 from typing import Any
 
@@ -53,5 +53,5 @@ GPT2 = Family(
     layers="transformer.h.{}.",
     transposed=frozenset({QKV, "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}),
     dropouts=("attn_pdrop", "resid_pdrop", "embd_pdrop"),
-    other_names=("gpt-sw3",),  # whose class it is
+    other_names={"gpt-sw3": {}},  # whose class it is
 )

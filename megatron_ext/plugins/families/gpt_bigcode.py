@@ -1,5 +1,4 @@
-"""GPT-BigCode (SantaCoder, StarCoder): GPT-2 with one key and value of all heads, or of each head, and matrices that do
-not lie transposed."""
+"""SantaCoder, StarCoder: gpt2 with one key and value of all heads, or of each head (`multi_query`)."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,4 +40,5 @@ GPT_BIGCODE = replace(
     qkv_by_groups=True,
     transposed=frozenset(),
     is_seldom=True,
+    other_names={},
 )

@@ -1,4 +1,4 @@
-"""GPT-Neo: GPT-2 with windows in some layers, scores that nothing scales, and no biases of queries, keys and values."""
+"""GPT-Neo: windows in the local layers of `attention_types`, `--softmax-scale 1`."""
 
 import json
 from typing import Any

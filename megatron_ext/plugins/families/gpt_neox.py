@@ -1,5 +1,9 @@
-"""GPT-NeoX and Pythia: attention and MLP in parallel through two norms or one after another, a share of the channels
-rotated, and Megatron's order of queries, keys and values."""
+"""GPT-NeoX-20B, Pythia, Dolly: attention and MLP in parallel, each through its own norm (`--parallel-residual
+two-norms`), or one after another; a share of the channels rotated; biases in all matrices, or not in those of
+attention.
+
+Queries, keys and values lie in Megatron's order.
+"""
 
 from typing import Any
 

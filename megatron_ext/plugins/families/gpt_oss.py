@@ -1,5 +1,5 @@
-"""GPT-OSS: experts with biases, whose gate and up projection take turns in one tensor of all experts, clamped GeGLU,
-windows in every second layer, and a sink that each head learns."""
+"""GPT-OSS, bf16: experts with biases, `--quick-geglu` with `--activation-func-clamp-value` and `--glu-linear-offset`,
+`--softmax-type learnable`, windows by `layer_types`, YaRN; mxfp4 is read as bf16."""
 
 from typing import Any
 

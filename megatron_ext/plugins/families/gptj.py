@@ -1,5 +1,5 @@
-"""GPT-J: attention and MLP in parallel through one norm, the first channels of each head rotated,
-neighbours together, and biases of the MLP and of the logits."""
+"""GPT-J: attention and MLP in parallel through one norm, the first `rotary_dim` channels of a head rotated, biases of
+the MLP and of the logits."""
 
 from typing import Any
 

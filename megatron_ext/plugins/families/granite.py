@@ -1,4 +1,5 @@
-"""Granite: Llama with factors of embeddings, of residual branches, of products of queries and keys, and of logits."""
+"""Granite 3, dense: `--embedding-multiplier`, `--residual-multiplier`, `--logits-multiplier` (1 / `logits_scaling`),
+`--softmax-scale` (`attention_multiplier`); biases in all matrices or none."""
 
 from megatron_ext.config.schema import Config
 from megatron_ext.plugins.families.family import Family
@@ -41,4 +42,5 @@ GRANITE = Family(
     DECODER_FLAGS,
     *keys(decoder(biases="all"), GRANITES),
     dependent_flags=biases_of_attention,
+    other_names={"granite4_vision_text": {}},
 )

@@ -1,4 +1,5 @@
-"""Granite with windows, a sink that each head learns, and a rotary base of each layer, or none."""
+"""Granite with windows: granite's factors, a sink that each head learns, `layer_rope_theta`: one base of layers with a
+window, one of the others, 0 of layers that rotate nothing."""
 
 import json
 from dataclasses import replace
@@ -64,6 +65,7 @@ def with_windows(family: Family, model_type: str, architecture: str, *of_family:
         names={**family.names, **_SINKS},
         flags={**family.flags, "softmax_type": "learnable"},
         dependent_flags=_dependent_flags,
+        other_names={},
     )
 
 

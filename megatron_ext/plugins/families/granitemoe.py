@@ -1,4 +1,4 @@
-"""Granite with a mixture of experts in every layer: the matrices of a layer's experts are one tensor."""
+"""Granite 3, experts: granite's factors; the matrices of a layer's experts are one tensor."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

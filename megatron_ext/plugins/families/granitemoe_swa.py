@@ -1,4 +1,4 @@
-"""Granite with windows, sinks, experts and a shared one, or none."""
+"""Granite with windows and experts: granite_swa with granitemoe's experts."""
 
 from dataclasses import replace
 

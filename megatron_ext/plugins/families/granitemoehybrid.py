@@ -1,5 +1,5 @@
-"""Granite 4: layers of Mamba-2 or attention, each followed by a shared MLP, next to experts or alone, with the factors
-of Granite. A layer there is two of ours."""
+"""Granite 4: granite's factors, and pairs of letters: `M` or `*`, then `-` or `E` with a shared expert; a layer there
+is two of ours. Without attention these three are written with `use_cache` false."""
 
 from typing import Any
 

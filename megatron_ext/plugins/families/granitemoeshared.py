@@ -1,4 +1,4 @@
-"""Granite with experts and a shared one next to them, or none."""
+"""Granite 3, experts and a shared one: granitemoe with `shared_intermediate_size`."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Helium: Llama whose neighbouring channels are rotated together, without a bias in attention's output projection."""
+"""Helium: neighbouring channels are rotated together; biases of queries, keys and values, and of the MLP."""
 
 from typing import Any
 

@@ -133,7 +133,8 @@ def _opened(path: Path) -> tuple[Family, Reading, str, list[str]]:
             f"{path}: {prefix}model_type {json.dumps(kind)} is not supported{_nearest(str(kind))}; use one of "
             f"{', '.join(model_types())}. docs/huggingface.md says what each of them is, and how a family is added"
         )
-    reading = Reading(_without_axes(content), family.defaults, family.aliases, family.renamed)
+    defaults = {**family.defaults, **family.other_names.get(str(kind), {})}
+    reading = Reading(_without_axes(content), defaults, family.aliases, family.renamed)
     return family, reading, prefix, problems
 
 

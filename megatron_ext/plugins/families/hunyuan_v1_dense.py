@@ -1,4 +1,5 @@
-"""Hunyuan, dense: Llama with norms of the heads of queries and keys, after they are rotated."""
+"""Hunyuan, dense: norms of queries and keys after they are rotated (`--qk-layernorm-place after`); `rope_scaling`
+dynamic with `alpha` is read as the `--rotary-base` that it stands for."""
 
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.shared import DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder

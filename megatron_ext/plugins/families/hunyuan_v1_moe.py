@@ -1,4 +1,5 @@
-"""Hunyuan with experts in every layer, next to a shared one of their width."""
+"""Hunyuan, experts: hunyuan_v1_dense with experts and a shared one of the same width; `moe_topk` is one number of all
+layers."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Hy3: Qwen3 with DeepSeek-V3's experts, without groups of them."""
+"""Hy3: qwen3's attention, deepseek_v3's experts without groups."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import EXPERT_BIAS, Family

@@ -1,4 +1,5 @@
-"""HyperCLOVA X SEED Think: Granite with norms on both sides, or only before, and logits that are multiplied."""
+"""HyperCLOVA X SEED Think: granite with norms on both sides or only before, and `logits_scaling` as the factor that it
+is; with norms on both sides `residual_multiplier` is 1."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""InternLM3: Llama's class, with biases in all matrices or in none."""
+"""InternLM3: llama's class, with biases in all matrices or none."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ INTERNLM3 = replace(
     model_type="internlm3",
     read=_read,
     is_common=False,
+    other_names={},
     defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 32768},
     aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
     dependent_flags=lambda model: shared.bias_flags(*[not model.disable_bias_linear] * 3),

@@ -1,4 +1,4 @@
-"""IQuest-Coder: Llama's class."""
+"""IQuest-Coder: llama's class."""
 
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ IQUESTCODER = replace(
     read=_READ,
     write=_WRITE,
     is_common=False,
+    other_names={},
     defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     is_seldom=True,
 )

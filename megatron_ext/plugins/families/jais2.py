@@ -1,4 +1,4 @@
-"""Jais 2: Llama with LayerNorm and squared ReLU without a gate, with biases in all matrices, or in some."""
+"""Jais 2: LayerNorm, squared ReLU without a gate; biases of attention, of the MLP, of both or neither."""
 
 from megatron_ext.plugins.families.arcee import ARCEE
 from megatron_ext.plugins.families.family import Family

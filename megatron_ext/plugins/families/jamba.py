@@ -1,5 +1,5 @@
-"""Jamba: Mamba-1 with norms of time steps, B and C in most layers, attention without positions in some, each followed
-by an MLP or experts. A layer there is two of ours."""
+"""Jamba: pairs of letters: `S` with norms that have weights (`--scan-norm with-weights`) or `*` without positions, then
+`-` or `E`, by periods and offsets; weights of experts are not normalized; a layer there is two of ours."""
 
 from typing import Any
 

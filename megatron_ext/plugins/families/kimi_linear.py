@@ -1,8 +1,8 @@
-"""Kimi Linear: Kimi Delta Attention in most layers, latent attention without rotation in the others, DeepSeek-V3's
-experts (Kimi Team 2025, arXiv:2510.26692).
+"""Kimi Linear: deepseek_v3's attention that rotates nothing (`--position-embedding-type none`) and its experts, Kimi
+Delta Attention (`--experimental-attention-variant kda`) in the other layers; names and keys as published.
 
-Files and keys are as published. What transformers 5.23 writes itself names the MLP of layers without experts
-`block_sparse_moe`, where the published files have `mlp`.
+Files and keys are as published (Kimi Team 2025, arXiv:2510.26692). What transformers 5.23 writes itself names the MLP
+of layers without experts `block_sparse_moe`, where the published files have `mlp`.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
-"""Kolibri: Qwen3 with norms on both sides, experts in all layers, chosen by logits with a bias, next to a shared one,
-and windows in four of five layers; layers without one rotate nothing."""
+"""Kolibri: qwen3's attention with norms on both sides; layers without a window rotate nothing; experts in all layers,
+chosen by logits with a bias (`--moe-router-bias-of logits`), next to a shared one; their weights may be the scores as
+they are (`norm_topk_prob` false: `--moe-router-unnormalized`)."""
 
 from typing import Any
 

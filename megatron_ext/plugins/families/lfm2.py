@@ -1,4 +1,6 @@
-"""LFM2: gated short convolutions in most layers, attention with norms of queries and keys in the others."""
+"""LFM2: gated short convolutions in the layers that `layer_types` calls `conv` (`--full-attn-idxs` names the others,
+`--conv-l-cache`, `--conv-bias`), norms of queries and keys; the width of the MLP is read as it follows from
+`block_auto_adjust_ff_dim` and written as it is."""
 
 from typing import Any
 

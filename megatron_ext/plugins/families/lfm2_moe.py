@@ -1,4 +1,5 @@
-"""LFM2 with experts, chosen by a sigmoid with a bias, after dense first layers."""
+"""LFM2 with experts: lfm2 with experts chosen by a sigmoid, with a bias or without, after `num_dense_layers`; their
+weights must be normalized (`norm_topk_prob`)."""
 
 from typing import Any
 

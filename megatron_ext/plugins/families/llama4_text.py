@@ -1,5 +1,5 @@
-"""Llama 4, its text model: experts that a sigmoid weighs at their input next to a shared one, layers of an MLP between,
-and layers that rotate nothing, whose queries grow with their position."""
+"""Llama 4: one sigmoid expert (`--moe-apply-probs-on-input`) and a shared one, in all layers or some; `--qk-l2-norm`,
+layers that rotate nothing and their `--attention-temperature-scale`; sequences of one `--attention-chunk-size`."""
 
 import json
 from typing import Any

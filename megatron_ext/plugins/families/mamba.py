@@ -1,4 +1,9 @@
-"""Mamba-1 (Gu and Dao 2023, arXiv:2312.00752): every layer is a selective scan alone."""
+"""Mamba-1: selective scans alone (`--hybrid-layer-pattern SS...`), with biases or without (`--scan-bias`,
+`--no-scan-conv-bias`); `intermediate_size` channels where a file has it (`--scan-channels`), and otherwise `expand`
+times the hidden size.
+
+The layer is that of Gu and Dao 2023, arXiv:2312.00752.
+"""
 
 import math
 from typing import Any

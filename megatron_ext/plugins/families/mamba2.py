@@ -1,4 +1,8 @@
-"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): every layer is a Mamba-2 mixer alone."""
+"""Mamba-2: Mamba-2 layers alone (`--hybrid-layer-pattern MM...`); heads have `expand` times the hidden size
+channels.
+
+The layer is that of Dao and Gu 2024, arXiv:2405.21060.
+"""
 
 from typing import Any
 

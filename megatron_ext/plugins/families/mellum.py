@@ -1,4 +1,4 @@
-"""Mellum 2: Qwen3 with experts in its layers, or in some of them, and a rotary base of layers with a window."""
+"""Mellum 2: qwen3_moe with windows by `layer_types` and a rotary base of theirs; experts by `mlp_layer_types`."""
 
 from typing import Any
 

@@ -1,5 +1,8 @@
-"""MiMo-V2-Flash: layers with a window have twice the key/value heads of the others, a sink that each head learns and a
-rotary base of their own; values are smaller than keys and multiplied; and DeepSeek-V3's experts without shared ones."""
+"""MiMo-V2-Flash: layers with a window by `layer_types`, default all but the first and every sixth, with twice
+`num_key_value_heads` (`--num-query-groups-local`), sinks (`--softmax-type-local learnable`) and a rotary base of their
+own (`--rotary-base-local`); values of `v_head_dim` channels (`--value-channels`) multiplied by `attention_value_scale`
+(`--value-multiplier`); a part of each head rotated, experts as in DeepSeek-V3 without shared ones. Keys as transformers
+5.23 writes them; those of the first published files, such as `hybrid_layer_pattern`, are refused by name."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
-"""MiniCPM3: DeepSeek-V3's attention, which rotates pairs of a channel of each half, with an MLP in every layer, and
-factors of embeddings, branches and logits."""
+"""MiniCPM3: youtu whose class rotates halves of a head: these rows are read and written in the order of neighbours;
+`scale_emb`, `scale_depth` and `dim_model_base` are `--embedding-multiplier`, `--residual-multiplier` and
+`--logits-multiplier`."""
 
 import math
 from typing import Any

@@ -1,5 +1,5 @@
-"""MiniMax-M2: norms of queries and keys over all heads, a share of channels that is rotated, and experts chosen by a
-sigmoid with a bias."""
+"""MiniMax-M2: `--moe-router-score-function sigmoid --moe-router-enable-expert-bias`; a share of the channels rotated
+(`rotary_dim`), norms of queries and keys over all heads of a token."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Ministral: Mistral whose layers each have a window or none."""
+"""Ministral: `layer_types` says which layers have the window (`--window-attn-skip-freq`)."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

@@ -1,4 +1,5 @@
-"""Ministral 3: Mistral stretched by YaRN, whose queries grow with their position."""
+"""Ministral 3: mistral stretched by YaRN, whose rotated queries grow with their position (`llama_4_scaling_beta`:
+`--attention-temperature-of rotated`)."""
 
 from typing import Any
 

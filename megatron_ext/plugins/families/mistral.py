@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, whose layers may all have a window."""
+"""Mistral: `sliding_window` w is `--window-size w-1,0`, in all layers."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

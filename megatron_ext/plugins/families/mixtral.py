@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a mixture of experts in every layer."""
+"""Mixtral: experts; weights are the softmax over the chosen ones; a window in all layers or none."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

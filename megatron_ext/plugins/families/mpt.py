@@ -1,4 +1,5 @@
-"""MPT: ALiBi, LayerNorm and matrices without biases; queries, keys and values may be clipped."""
+"""MPT, as transformers computes it: `--position-embedding-type alibi`, LayerNorm and matrices without biases,
+`--qkv-clip` (`clip_qkv`)."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
-"""nanochat: norms without weights, also of the word embeddings and of rotated queries and keys, squared ReLU without a
-gate, and heads that are rotated backwards."""
+"""nanochat: norms without weights (`--norm-parameters none`), also of the word embeddings and of rotated queries and
+keys (`--qk-l2-norm`), squared ReLU without a gate, `--final-logit-softcapping`; its class rotates backwards, which
+forwards is the halves of each head in the other order, as they are read and written."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

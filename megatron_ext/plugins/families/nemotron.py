@@ -1,4 +1,5 @@
-"""Nemotron: LayerNorm whose stored weight is the difference from 1, squared ReLU, half of the channels rotated."""
+"""Nemotron-3, Minitron: LayerNorm whose weight is stored as what it differs from 1, squared ReLU, a share of the
+channels rotated."""
 
 from typing import Any
 

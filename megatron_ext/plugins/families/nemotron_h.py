@@ -1,4 +1,6 @@
-"""Nemotron-H: layers of Mamba-2, attention without positions, squared ReLU or experts, each alone with its norm."""
+"""Nemotron-H: layers of Mamba-2, attention without positions, squared ReLU or experts, each alone
+(`--hybrid-layer-pattern` of `M`, `*`, `-`, `E`); transformers 5.23 bounds time steps by `time_step_min`, we do not; its
+class never ties embeddings (`--untie-embeddings-and-output-weights`)."""
 
 import re
 from typing import Any

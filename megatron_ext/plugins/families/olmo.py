@@ -1,4 +1,4 @@
-"""OLMo: Llama whose norms are LayerNorm without parameters; queries, keys and values may be clipped."""
+"""OLMo: LayerNorm without parameters (`--norm-parameters none`), `--qkv-clip` (`clip_qkv`)."""
 
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.shared import CLIPS, DECODER_FLAGS, DECODER_NAMES, biases_of_attention, decoder, keys

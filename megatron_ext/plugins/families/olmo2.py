@@ -1,4 +1,5 @@
-"""OLMo-2: Llama with norms after attention and MLP, and with norms of queries and keys over all heads of a token."""
+"""OLMo-2: norms after attention and MLP (`--norm-position after`), and of queries and keys over all heads of a token
+(`--qk-layernorm-over projection`)."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

@@ -1,4 +1,5 @@
-"""OLMo-3: OLMo-2 whose layers each have a window or none; frequencies are stretched in those without one."""
+"""OLMo-3: OLMo-2 with windows by `layer_types`, default three of four layers; what stretches frequencies (YaRN) is of
+the others alone (`--rotary-base-local`)."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
-"""OLMo hybrid: gated delta rules in most layers, with norms before them, and OLMo-3's attention in the others, with
-norms after it; the released model knows no positions.
+"""OLMo hybrid: gated delta rules with norms before them, OLMo-3's attention with norms after it in the others
+(`--norm-position after-attention`), with or without rotary positions; `--linear-allow-neg-eigval`,
+`--linear-norm-epsilon`.
 
 Files are as published. What transformers 5.23 writes itself divides the convolution's channels into three equal parts,
 whatever their sizes (`huggingface/forms.py`), and names norms otherwise.

@@ -1,4 +1,4 @@
-"""OLMoE: experts in every layer, and norms of queries and keys over all heads of a token."""
+"""OLMoE: qwen3_moe with norms of queries and keys over all heads of a token, `--qkv-clip` (`clip_qkv`)."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

@@ -1,5 +1,6 @@
-"""OPT, and Galactica: GPT-2's layers with ReLU or GELU, biases in all matrices or none, and a table of positions whose
-first two rows no position reads."""
+"""OPT, Galactica: gpt2's layers with ReLU (`--relu`) or GELU, biases in all matrices or none, norms with or without
+parameters; the two rows of its table of positions that no position reads are kept (`--position-embedding-offset 2`).
+Not with norms after the layers (OPT-350m)."""
 
 import json
 from typing import Any

@@ -1,5 +1,7 @@
-"""Persimmon and Fuyu's text model: LayerNorm, also of the heads of queries and keys, squared ReLU, half of the channels
-rotated, and Megatron's order of queries, keys and values."""
+"""Persimmon: LayerNorm, also of the heads of queries and keys, squared ReLU, a share of the channels rotated.
+
+Queries, keys and values lie in Megatron's order.
+"""
 
 from typing import Any
 

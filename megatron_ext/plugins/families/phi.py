@@ -1,5 +1,5 @@
-"""Phi-1, 1.5 and 2: attention and MLP in parallel through one norm, biases everywhere, a share of the channels
-rotated."""
+"""Phi-1, Phi-1.5, Phi-2: attention and MLP in parallel through one norm, biases everywhere and of the logits
+(`--lm-head-bias`), a share of the channels rotated."""
 
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.shared import DECODER_FLAGS, DECODER_NAMES, decoder, heads_fill_width, keys, switch

@@ -1,4 +1,5 @@
-"""Phi-3 and Phi-4: fused matrices, and a share of the channels is rotated."""
+"""Phi-3, Phi-3.5, Phi-4, Phi-4-mini: `--rope-type longrope`; queries, keys and values in one matrix, and gate and up
+projection; a share of the channels rotated; a window in all layers or none."""
 
 from typing import Any
 

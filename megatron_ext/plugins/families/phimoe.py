@@ -1,4 +1,6 @@
-"""Phi-3.5-MoE: LayerNorm with biases, and two experts of each token that SparseMixer-v2 chooses."""
+"""Phi-3.5-MoE: LayerNorm with biases; two experts of each token by SparseMixer-v2 (`--moe-router-sparsemixer-eps`,
+`router_jitter_noise`), drawn in training; longrope with one `short_mscale` and `long_mscale`. Beyond the original
+context transformers' class takes the short factors, and here the long ones are taken, as Microsoft's own code does."""
 
 import json
 from typing import Any

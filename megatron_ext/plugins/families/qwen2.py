@@ -1,4 +1,4 @@
-"""Qwen2: Llama with biases of queries, keys and values alone."""
+"""Qwen2, Qwen2.5: bias on queries, keys and values; windows from layer `max_window_layers` on, or by `layer_types`."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family
@@ -11,5 +11,5 @@ QWEN2 = Family(
     *shared.keys(shared.decoder(), shared.SWITCHABLE_WINDOWS),
     {"num_key_value_heads": 32, **shared.SWITCHED_WINDOWS},
     is_common=True,
-    other_names=("qwen2_vl_text", "qwen2_5_vl_text"),
+    other_names={"qwen2_vl_text": {}, "qwen2_5_vl_text": {}},
 )

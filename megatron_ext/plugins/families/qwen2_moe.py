@@ -1,4 +1,5 @@
-"""Qwen2-MoE: Qwen2 with experts in its layers, or in some of them, and a gated shared expert next to them."""
+"""Qwen1.5-MoE, Qwen2-MoE: qwen3_moe's experts and a shared one with a gate (`--moe-shared-expert-gate`); biases of
+queries, keys and values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of queries and keys, head by head."""
+"""Qwen3: norms of queries and keys; windows as in Qwen2."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family
@@ -11,5 +11,5 @@ QWEN3 = Family(
     *shared.keys(shared.decoder(biases="attention"), shared.SWITCHABLE_WINDOWS),
     {"num_key_value_heads": 32, "head_dim": 128, **shared.SWITCHED_WINDOWS},
     dependent_flags=shared.biases_of_attention,
-    other_names=("qwen3_vl_text",),
+    other_names={"qwen3_vl_text": {}},
 )

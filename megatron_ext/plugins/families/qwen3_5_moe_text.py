@@ -1,4 +1,4 @@
-"""Qwen3.5's text model with experts in every layer."""
+"""Qwen3.5 with experts, its text model: qwen3_next whose layers all have experts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen3.5's text model: Qwen3-Next with an MLP in every layer, and its projections apart."""
+"""Qwen3.5, its text model: qwen3_next with an MLP in every layer."""
 
 from megatron_ext.plugins.families import delta_rules, shared
 from megatron_ext.plugins.families.family import Family, Sections

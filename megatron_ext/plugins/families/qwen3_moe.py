@@ -1,4 +1,5 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in its layers, or in some of them."""
+"""Qwen3-MoE: experts in all layers or some (`--moe-layer-freq`); `norm_topk_prob` false is
+`--moe-router-pre-softmax`."""
 
 from typing import Any
 
@@ -38,5 +39,8 @@ QWEN3_MOE = Family(
     # transformers 5 writes the name that Mixtral has.
     aliases={"num_experts": "num_local_experts"},
     dependent_flags=shared.biases_of_attention,
-    other_names=("qwen3_vl_moe_text",),
+    other_names={
+        "qwen3_vl_moe_text": {},
+        "qwen3_omni_moe_text": {"norm_topk_prob": True, "rope_theta": 1e6, "sliding_window": None},
+    },
 )

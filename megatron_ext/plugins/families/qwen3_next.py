@@ -1,4 +1,7 @@
-"""Qwen3-Next: gated delta rules in three of four layers, attention with gates in the fourth, and experts."""
+"""Qwen3-Next: qwen2_moe's experts, gated delta rules (`--experimental-attention-variant`) in the layers of
+`layer_types`, attention with a gate (`--attention-output-gate`); files of norms hold what they differ from 1; the layer
+that predicts a token further ahead (`mtp.`, which transformers leaves out) is read and written with `--mtp-num-layers
+1`, as files have it, and left out with 0."""
 
 from typing import Any
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import pkgutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,51 @@ from megatron_ext.plugins.families.shared import pattern
 from megatron_ext.registry import brought
 
 
-def _found() -> dict[str, Family]:
-    """Return the families of this folder's files and of extensions, by model type, in alphabetical order."""
+def _of_files() -> dict[str, Family]:
+    """Return the families of this folder's files, by model type."""
     package = __package__ or ""
     files = [f"{package}.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
     readers = (__name__, f"{package}.hf_config")  # of all families
     modules = [importlib.import_module(name) for name in files if name not in readers]
     families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
-    families += brought("families")
-    return {family.model_type: family for family in sorted(families, key=lambda one: one.model_type)}
+    return {family.model_type: family for family in families}
 
 
-# In the order in which a configuration that fits several is given one, after those that are common.
-FAMILIES = _found()
+class _Families(Mapping[str, Family]):
+    """The families by model type, in alphabetical order, which is the one in which a configuration that fits several
+    is given one, after those that are common. A family of other plugins or of a user's own code (`families=` of
+    `megatron_ext.pretrain`) takes the place of the one of its type here."""
+
+    def __init__(self) -> None:
+        self._of_files = _of_files()
+
+    def _all(self) -> dict[str, Family]:
+        """Return all families.
+
+        Raises:
+            ConfigurationError: something that was brought as a family is none.
+        """
+        others = brought("families")
+        for one in others:
+            if not isinstance(one, Family):
+                raise ConfigurationError(
+                    f"families= has {one!r}, which is no Family (megatron_ext.plugins.families.family); docs/python.md "
+                    "has an example"
+                )
+        families = self._of_files | {family.model_type: family for family in others}
+        return {name: families[name] for name in sorted(families)}
+
+    def __getitem__(self, model_type: str) -> Family:
+        return self._all()[model_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
+FAMILIES = _Families()
 
 
 def family_of(config: Config) -> Family:
@@ -67,18 +100,24 @@ def has_a_shape(config: Config) -> bool:
 
 def written_as(config: Config) -> tuple[Family, Config]:
     """Return the family that the model is written as, and the configuration that the family can hold: without the
-    depths of multi-token prediction, where no family has the model with them.
+    depths of multi-token prediction, where no family has the model with them; and where a token has one expert, whose
+    score is no share of a sum, with the flag that says so of several, where the family's config.json can.
 
     Raises:
         ConfigurationError: no family has the model without them either, as in `family_of`.
     """
     try:
-        return family_of(config), config
+        family = family_of(config)
     except ConfigurationError:
         if not config.model.mtp_num_layers:
             raise
-        trunk = dataclasses.replace(config, model=dataclasses.replace(config.model, mtp_num_layers=None))
-        return family_of(trunk), trunk
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, mtp_num_layers=None))
+        family = family_of(config)
+    model = config.model
+    has_raw_scores = model.moe_router_topk == 1 and model.moe_router_score_function != "softmax"
+    if _has_experts(config) and has_raw_scores and "moe_router_unnormalized" not in family.fixed:
+        config = dataclasses.replace(config, model=dataclasses.replace(model, moe_router_unnormalized=True))
+    return family, config
 
 
 def obstacles(config: Config, family: Family) -> list[str]:

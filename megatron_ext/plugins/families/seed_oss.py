@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of queries, keys and values, of attention's output, and of the MLP."""
+"""Seed-OSS: biases of queries, keys and values, of the output projection, of the MLP."""
 
 from typing import Any
 

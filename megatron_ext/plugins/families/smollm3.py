@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, some of whose layers rotate nothing; these layers have windows, or no layer has."""
+"""SmolLM3: some layers rotate nothing (`--no-rope-freq`); windows there or nowhere."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Solar Open: GLM-4.5 whose layers all have experts, whose channels are all rotated, without norms of heads."""
+"""Solar Open: glm4_moe's experts in all layers."""
 
 from typing import Any
 

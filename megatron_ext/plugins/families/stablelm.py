@@ -1,6 +1,6 @@
-"""StableLM: LayerNorm with SwiGLU, a quarter of the channels rotated, biases of queries, keys and values or none, and
-attention and MLP one after another or in parallel; in StableLM 2 12B norms of queries and keys with weights of each
-head."""
+"""StableLM 2: LayerNorm with SwiGLU, a share of the channels rotated; attention and MLP one after another or in
+parallel (`--parallel-residual one-norm`); norms of queries and keys with weights of each head (`qk_layernorm`:
+`--qk-layernorm-over each-head`)."""
 
 from typing import Any
 

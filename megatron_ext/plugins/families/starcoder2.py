@@ -1,4 +1,4 @@
-"""StarCoder2: rotary positions with LayerNorm and GELU, with biases in all matrices or in none."""
+"""StarCoder2: LayerNorm, GELU, rotary positions, a window in all layers or none."""
 
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import Family

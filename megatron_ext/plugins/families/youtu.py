@@ -1,4 +1,4 @@
-"""Youtu-LLM: DeepSeek-V3's attention with an MLP in every layer."""
+"""Youtu-LLM: deepseek_v3's attention with an MLP in every layer."""
 
 from megatron_ext.plugins.families import latents
 from megatron_ext.plugins.families.family import Family

@@ -373,7 +373,8 @@ def draw(random: Random) -> list[str]:
     given = (
         f"--experimental-attention-variant {kind} --linear-attention-freq {layers} {sizes} --linear-norm-epsilon 1e-3"
     )
-    return taken(random, (0.12, f"{given} {random.choice(('', '--linear-allow-neg-eigval'))}".strip()))
+    more = random.choice(("", "", "--linear-allow-neg-eigval", "--linear-conv-kernel-dim 2"))
+    return taken(random, (0.25, f"{given} {more}".strip()))
 
 
 MIXERS = (Mixer(LETTER, lambda model, norm, number: gated_delta_of(model, norm), _is_asked),)

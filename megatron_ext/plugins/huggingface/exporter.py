@@ -17,8 +17,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.checkpoint import safetensors as hf_safetensors
-from megatron_ext.checkpoint.copying import (
+from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, WIDTH, converted
+from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
+from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.schema import Config, flags_of
+from megatron_ext.durable import replace_text, sync
+from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.parts.catalogue import count
+from megatron_ext.plugins.checkpoint_tools.copying import (
     BLOCK,
     ComputedBytes,
     FilePart,
@@ -28,24 +34,18 @@ from megatron_ext.checkpoint.copying import (
     scatter,
     write_all,
 )
-from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, WIDTH, converted
-from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER, tokenizer_files
-from megatron_ext.checkpoint.safetensors import Entry
-from megatron_ext.config.parse.options import flag_of
-from megatron_ext.config.schema import Config, flags_of
-from megatron_ext.durable import replace_text, sync
-from megatron_ext.errors import ConfigurationError, DataError
-from megatron_ext.markup import code, table
-from megatron_ext.parts.catalogue import count
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.flags import FamilyFlags
 from megatron_ext.plugins.families.hf_config import hf_config, unsaid_dropouts
 from megatron_ext.plugins.families.registry import FAMILIES, obstacles
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, RowRange, copies, state_dict_mapping
+from megatron_ext.plugins.huggingface import safetensors as hf_safetensors
 from megatron_ext.plugins.huggingface.forms import is_stored
 from megatron_ext.plugins.huggingface.huggingface_folder import INDEX, SINGLE, vectors_as_rows
 from megatron_ext.plugins.huggingface.importer import copy_tokenizer
+from megatron_ext.plugins.huggingface.safetensors import Entry
 from megatron_ext.plugins.huggingface.saved_model import Piece, SavedModel
+from megatron_ext.plugins.pages.markup import code, table
 from megatron_ext.terminal import tracked, warn
 from megatron_ext.tokenizer.from_flags import build_tokenizer, tokenizer_from_flags
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
@@ -95,7 +95,7 @@ def export_huggingface(
     family, config = source.written
     source.check()
     _warn_of_another_type(config, family)
-    if config != source.config:
+    if config.model.mtp_num_layers != source.config.model.mtp_num_layers:
         warn(
             f"{family.model_type} has no depths of multi-token prediction: those of --mtp-num-layers "
             f"{source.config.model.mtp_num_layers} are left out, and the layers before them are exported"
@@ -116,7 +116,7 @@ def export_huggingface(
         copied = _copy(source, unfinished, HUGGINGFACE_FILES if with_tokenizer else (_GENERATION,))
         names = [name for name in copied if name != _GENERATION]
         if with_tokenizer and tokenizer is not None and _is_converted(source.config):
-            from megatron_ext.tokenizer.exported import write_tokenizer  # imports numpy
+            from megatron_ext.plugins.huggingface.tokenizer_files import write_tokenizer  # imports numpy
 
             names = sorted({*names, *write_tokenizer(tokenizer, unfinished)})
         _write_companions(unfinished, source, family, code, tokenizer)

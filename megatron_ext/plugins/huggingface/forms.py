@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.dtypes import WIDTH, converted
-from megatron_ext.checkpoint.safetensors import Entry
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping
+from megatron_ext.plugins.huggingface.safetensors import Entry
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.dtypes import WIDTH
-from megatron_ext.checkpoint.safetensors import Entry, read_header
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError, TrainingError
 from megatron_ext.plugins.families.family import EXPERT_BIAS, Family
@@ -23,6 +22,7 @@ from megatron_ext.plugins.families.hf_config import outer_config, quantization, 
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, copies, state_dict_mapping
 from megatron_ext.plugins.families.unread import OTHER_PARTS, listed, tied_head, unread
 from megatron_ext.plugins.huggingface.forms import dequantized, equal_thirds, experts_apart
+from megatron_ext.plugins.huggingface.safetensors import Entry, read_header
 from megatron_ext.untrusted.text import load_json, read_file
 from megatron_ext.untrusted.untrusted_folder import file_inside
 

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart, FileRange, Files, Zeros
 from megatron_ext.checkpoint.dtypes import ARRAYS, WIDTH, converted
 from megatron_ext.checkpoint.native.extra_files import HUGGINGFACE_FILES, TOKENIZER
-from megatron_ext.checkpoint.native.single_process import Item, items, write_checkpoint
-from megatron_ext.checkpoint.safetensors import Entry
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.checkpoint_tools.copying import BLOCK, ComputedBytes, FilePart, FileRange, Files, Zeros
+from megatron_ext.plugins.checkpoint_tools.single_process import Item, items, write_checkpoint
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, RowRange, state_dict_mapping
 from megatron_ext.plugins.huggingface.forms import is_stored
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder, safe_file
+from megatron_ext.plugins.huggingface.safetensors import Entry
 from megatron_ext.rules.validate import problems
 from megatron_ext.terminal import say, tracked
 

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.checkpoint.copying import read_exactly
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.native.snapshot import Saveable
-from megatron_ext.checkpoint.safetensors import Entry
 from megatron_ext.errors import DataError
 from megatron_ext.model.names import biases_of_experts, by_expert, global_named_parameters
 from megatron_ext.parallel.groups import tensor_group
 from megatron_ext.parallel.rows import row_shard
 from megatron_ext.parts import slices
+from megatron_ext.plugins.checkpoint_tools.copying import read_exactly
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, state_dict_mapping
 from megatron_ext.plugins.huggingface.forms import is_stored
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
+from megatron_ext.plugins.huggingface.safetensors import Entry
 
 
 def load_huggingface(run: Saveable, path: str | Path) -> list[str]:

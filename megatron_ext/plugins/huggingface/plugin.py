@@ -5,11 +5,15 @@ from megatron_ext.registry import Plugin
 PLUGIN = Plugin(
     "huggingface",
     page="docs/huggingface.md",
-    needs=("families",),
+    needs=("checkpoint_tools", "families", "pages"),
     commands={
         "convert": (
             "megatron_ext.plugins.huggingface.commands.convert_checkpoint",
             "convert between checkpoints and Hugging Face folders",
+        ),
+        "new-family": (
+            "megatron_ext.plugins.huggingface.commands.new_family",
+            "begin the file of a type of Hugging Face model",
         ),
     },
     functions={"convert": "megatron_ext.plugins.huggingface.commands.convert_checkpoint:convert"},

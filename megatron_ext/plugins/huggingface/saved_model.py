@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, BinaryIO
 from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, WIDTH
 from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, checkpoint_at
-from megatron_ext.checkpoint.native.saved_config import saved_config
-from megatron_ext.checkpoint.native.single_process import stacked
 from megatron_ext.checkpoint.native.torch_archive import check_archive, place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.derived.optimizer_traits import AVERAGE
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.catalogue import parameters, states
+from megatron_ext.plugins.checkpoint_tools.saved_config import saved_config
+from megatron_ext.plugins.checkpoint_tools.single_process import stacked
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.registry import written_as
 from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping

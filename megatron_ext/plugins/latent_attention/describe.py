@@ -442,9 +442,12 @@ def draw(random: Random) -> list[str]:
     query = random.choice(("", " --q-lora-rank 20"))
     indexer = f"{' --q-lora-rank 20' if not query else ''} --experimental-attention-variant dsa --dsa-indexer-n-heads 8"
     indexer += f" --dsa-indexer-head-dim 10 --dsa-indexer-topk {random.choice((12, 40))}"
-    indexer += random.choice(("", " --dsa-indexer-use-sparse-loss"))
-    more = taken(random, (0.7, "--qk-layernorm"), (0.3, indexer.strip()))
-    return taken(random, (0.12, " ".join(["--multi-latent-attention", f"{sizes}{query}", *more])))
+    of_loss = ("", " --dsa-indexer-use-sparse-loss", " --dsa-indexer-loss-coeff 0.3", " --dsa-indexer-warmup")
+    of_keys = ("", "", " --dsa-indexer-rope-interleaved", " --dsa-indexer-k-norm-epsilon 1e-4")
+    indexer += f"{random.choice(of_loss)}{random.choice(of_keys)}"
+    norm = f"--qk-layernorm{random.choice(('', '', ' --latent-norm-epsilon 1e-4'))}"
+    more = taken(random, (0.7, norm), (0.3, indexer.strip()))
+    return taken(random, (0.2, " ".join(["--multi-latent-attention", f"{sizes}{query}", *more])))
 
 
 MIXERS = (

@@ -1,12 +1,23 @@
 """What the core asks of products in few bits, without torch: flags, GPUs, --dry-run, the planner's rates."""
 
+from random import Random
 from typing import Any
 
-from megatron_ext.config.schema import Config
-from megatron_ext.parts.protocol import ProductFormats
+from megatron_ext.config.schema import Config, flags_of
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.protocol import GatheredBytes, ProductFormats, taken
 from megatron_ext.parts.stack import layers
 from megatron_ext.parts.ways import Way
-from megatron_ext.plugins.low_precision.formats import asked, chosen_layers, recipe_of, with_recipe
+from megatron_ext.plugins.low_precision.flags import LowPrecisionFlags
+from megatron_ext.plugins.low_precision.formats import (
+    asked,
+    chosen_layers,
+    gathers_in_eight_bits,
+    gathers_whole,
+    is_matrix,
+    recipe_of,
+    with_recipe,
+)
 
 
 class FewBits(ProductFormats):
@@ -39,7 +50,9 @@ class FewBits(ProductFormats):
         of = f"{len(chosen_layers(config))} of {len(layers(config))} layers"
         chosen = with_recipe(config).replace(" --", ", --")
         kind = "FP8" if "--fp8" in flag else "FP4"
-        return [f"products in {kind}      {chosen}, in {of}; estimates of memory are those without"]
+        gathers = flags_of(config.training, LowPrecisionFlags).fp8_param_gather and gathers_whole(config) is None
+        gathered = "; weights are gathered in FP8" if gathers else ""
+        return [f"products in {kind}      {chosen}, in {of}{gathered}; estimates of memory are those without"]
 
     def bits(self, config: Config) -> tuple[float, tuple[int, int, int]] | None:
         """Return the share of the layers in few bits, and the bits of the factors of their three products."""
@@ -49,6 +62,18 @@ class FewBits(ProductFormats):
             max(pair.left.element.bits, pair.right.element.bits) for pair in recipe_of(config)
         )
         return len(chosen_layers(config)) / len(layers(config)), (forward, input_gradient, weight_gradient)
+
+    def gathered_bytes(self, config: Config) -> GatheredBytes | None:
+        """Return what says 1 of the weights that --fp8-param-gather gathers in FP8."""
+        chosen = chosen_layers(config)
+        if not chosen or not flags_of(config.training, LowPrecisionFlags).fp8_param_gather:
+            return None
+
+        def of(parameter: Parameter, layer: int | None, shape: tuple[int, ...]) -> int | None:
+            is_chosen = (layer is None or layer in chosen) and is_matrix(parameter.name, shape)
+            return 1 if is_chosen and gathers_in_eight_bits(config, shape) else None
+
+        return of
 
     def install(self, chunk: Any, config: Config, groups: Any) -> None:
         """Have the chosen layers of a model chunk multiply in few bits."""
@@ -72,3 +97,16 @@ def _way(flag: str, field: str, name: str) -> Way:
 
 
 WAYS = ({"FP8": _way("--fp8-format", "fp8_format", "FP8"), "FP4": _way("--fp4-format", "fp4_format", "FP4")},)
+
+
+def draw(random: Random) -> list[str]:
+    """Return flags of a format of eight or four bits, drawn at random; most draws have none."""
+    of_fp8 = f"--fp8-format {random.choice(('hybrid', 'e4m3'))} --fp8-recipe "
+    recipes = [f"{of_fp8}{recipe}" for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8")]
+    recipes += [f"--fp4-format e2m1 --fp4-recipe {recipe}" for recipe in ("nvfp4", "mxfp4")]
+    ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16"
+    kept = ("", "", f" {ends} 1 --num-layers-at-end-in-bf16 0", f" {ends} 0 --num-layers-at-end-in-bf16 1")
+    return taken(random, (0.04, f"--bf16 {random.choice(recipes)}{random.choice(kept)}"))
+
+
+DRAWS = (draw,)

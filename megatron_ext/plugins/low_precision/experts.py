@@ -129,7 +129,7 @@ class _ByGroup(torch.autograd.Function):
         of_x, of_weight = how[0].recipe.forward
         parts = groups.split(x_TI, how[0].recipe.multiple)
         lefts = [quantize(part, of_x, cut=how[0].of_inputs) for part in parts]
-        weights = [quantize(weight, of_weight, cut=how[0].of_weights) for weight in weight_EOI]
+        weights = [one.rounded(weight) for one, weight in zip(how, weight_EOI, strict=True)]
         found = products(lefts, [weights[e] for e in groups.experts], x_TI.dtype, fast_sums=adds_fast(of_weight))
         return groups.joined(found, x_TI.new_zeros(len(x_TI), weight_EOI.size(1)))
 
@@ -140,12 +140,12 @@ class _ByGroup(torch.autograd.Function):
         x_TI, weight_EOI = ctx.saved_tensors
         groups, how = ctx.groups, ctx.how
         recipe, cuts = how[0].recipe, how[0]
-        (of_grad, of_weight), (of_turned, of_x) = recipe.input_gradient, recipe.weight_gradient
+        of_grad, (of_turned, of_x) = recipe.input_gradient.left, recipe.weight_gradient
         drawn = partial(zip, [how[expert].draw for expert in groups.experts], strict=True)
         grads = groups.split(grad_TO, recipe.multiple)
         for_x, for_weight = None, None
         if ctx.needs_input_grad[0]:
-            weights = [turned(weight, of_weight, cuts.of_weights) for weight in weight_EOI]
+            weights = [one.turned(weight) for one, weight in zip(how, weight_EOI, strict=True)]
             lefts = [quantize(grad, of_grad, cut=cuts.of_gradients, draw=one) for one, grad in drawn(grads)]
             found = products(lefts, [weights[e] for e in groups.experts], x_TI.dtype)
             for_x = groups.joined(found, torch.zeros_like(x_TI))

@@ -35,6 +35,13 @@ class LowPrecisionFlags:
         read_with=_FP8,
         dropped_unread=True,
     )
+    fp8_param_gather: bool = free(
+        False,
+        "With --use-distributed-optimizer or --use-torch-fsdp2, gather the weights that are multiplied in FP8 as FP8: "
+        "each rank rounds its shard by the scales of the whole weight, and the numbers are the same as without.",
+        read_with=_FP8,
+        dropped_unread=True,
+    )
     fp4_format: str | None = free(
         None,
         "Multiply the linear layers of attention, MLP and experts in FP4 while they are trained, on Blackwell GPUs, "

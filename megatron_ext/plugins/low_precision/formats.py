@@ -12,6 +12,7 @@ Sources: E4M3 and E5M2 of Micikevicius et al. 2022 (arXiv:2209.05433); blocks of
 section 3.3); MX of the OCP Microscaling Formats specification 1.0; NVFP4 training of NVIDIA 2025 (arXiv:2509.25149).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -121,6 +122,13 @@ class Recipe(NamedTuple):
         return max(format.multiple for pair in self for format in pair)
 
     @property
+    def rounds_weights_once(self) -> bool:
+        """Whether the forward product and the input gradient multiply by the same rounded weight, in eight bits, whose
+        scales follow from its blocks alone."""
+        forward, backward = self.forward.right, self.input_gradient.right
+        return forward == backward.turned and forward.element.bits == E4M3.bits and not forward.has_tensor_scale
+
+    @property
     def summed_block(self) -> int | None:
         """Tokens of one block in the weight gradient; None where a scale is for all tokens of a microbatch."""
         return self.weight_gradient.right.block.columns
@@ -199,6 +207,36 @@ def recipe_of(config: Config) -> Recipe:
     flags = flags_of(config.training, LowPrecisionFlags)
     name = flags.fp4_recipe if flags.fp8_format is None else flags.fp8_recipe
     return recipe(name, E5M2 if flags.fp8_format == "hybrid" else E4M3)
+
+
+def gathers_whole(config: Config) -> str | None:
+    """Return why --fp8-param-gather changes nothing, with what does; None where weights are gathered in FP8."""
+    flags = flags_of(config.training, LowPrecisionFlags)
+    if not recipe_of(config).rounds_weights_once:
+        return (
+            f"--fp8-recipe {flags.fp8_recipe} rounds a weight along its rows for one product and along its columns for "
+            "another, which together have as many bytes as in bf16; use --fp8-recipe tensorwise or blockwise"
+        )
+    return config.layout.sharding.gathers_whole(config)
+
+
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a parameter of a chosen layer is multiplied in few bits: projections to latents are not."""
+    return "linear_" in name and len(shape) == 2 and "down_proj" not in name
+
+
+def gathers_in_eight_bits(config: Config, shape: Sequence[int]) -> bool:
+    """Return whether a chosen layer's weight is gathered in FP8. One whose rows a scheme does not divide equally,
+    and pads, is gathered in bf16.
+
+    Args:
+        shape: its shape on a rank, before it is divided over data-parallel ranks.
+    """
+    layout = config.layout
+    if not flags_of(config.training, LowPrecisionFlags).fp8_param_gather or gathers_whole(config) is not None:
+        return False
+    ranks = layout.data_parallel_size * layout.context_parallel_size // layout.num_distributed_optimizer_instances
+    return not layout.sharding.equal_rows or shape[0] % ranks == 0
 
 
 def chosen_layers(config: Config) -> range:

@@ -14,8 +14,9 @@ from megatron_ext.model.names import global_named_parameters
 from megatron_ext.parts.experts.compute import ExpertMatrices, Mixture
 from megatron_ext.parts.linear.compute import ColumnLinear, RowLinear
 from megatron_ext.plugins.low_precision.experts import trained_product
-from megatron_ext.plugins.low_precision.formats import asked, chosen_layers, recipe_of
-from megatron_ext.plugins.low_precision.linear import linear, settings
+from megatron_ext.plugins.low_precision.formats import asked, chosen_layers, gathers_in_eight_bits, recipe_of
+from megatron_ext.plugins.low_precision.gathers import EightBits
+from megatron_ext.plugins.low_precision.linear import Multiplication, linear, settings
 from megatron_ext.plugins.low_precision.quantize import compile_for_all_sizes
 from megatron_ext.plugins.low_precision.random_numbers import CLOCK
 from megatron_ext.train.run import Run
@@ -34,6 +35,7 @@ def install(chunk: torch.nn.Module, config: Config, groups: ProcessGroupCollecti
                 stride = getattr(weight, "partition_stride", 1)
                 divides = "outputs" if isinstance(module, ColumnLinear) else "inputs"
                 how = settings(config, groups.tp, groups.cp, divides=divides, name=names[id(weight)], stride=stride)
+                how = replace(how, gathered=_gathered(weight, config, how))
                 module.trained_product = partial(linear, how=how)
             elif isinstance(module, Mixture):
                 _install_experts(module, config, groups, names)
@@ -53,12 +55,23 @@ def _install_experts(mixture: Any, config: Config, groups: Any, names: dict[int,
         how = settings(config, groups.expt_tp, None, divides=divides, stride=2 if matrices.gated else 1)
         # The dispatcher gathers tokens and adds up outputs, and gradients are returned to autograd.
         how = replace(how, gathers_over=None, sums_over=None, adds_to_main_gradient=False)
+        how = replace(how, gathered=_gathered(matrices.weight, config, how))
         name = names[id(matrices.weight)].replace(f".{matrices.experts.start}:{matrices.experts.stop}.", ".{}.")
         each = [
-            how if how.draw is None else replace(how, draw=replace(how.draw, name=name.format(expert)))
-            for expert in matrices.experts
+            replace(how, matrix=index, draw=None if how.draw is None else replace(how.draw, name=name.format(expert)))
+            for index, expert in enumerate(matrices.experts)
         ]
         matrices.trained_product = partial(trained_product, mixture.token_dispatcher, config.layout, each)
+
+
+def _gathered(weight: torch.Tensor, config: Config, how: Multiplication) -> EightBits | None:
+    """Return the weight as it is gathered, and mark it, where that is in eight bits."""
+    if not gathers_in_eight_bits(config, weight.shape):
+        return None
+    format = how.recipe.forward.right
+    over = [group for extent, cut in zip(format.block, how.of_weights, strict=True) if extent is None for group in cut]
+    vars(weight)["narrow"] = EightBits(format, weight.shape, over)
+    return vars(weight)["narrow"]
 
 
 class _Steps(Callback):

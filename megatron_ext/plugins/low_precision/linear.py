@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.config.schema import Config
 from megatron_ext.device.weight_gradients import add_, replaces_gradient
 from megatron_ext.plugins.low_precision.formats import Format, Recipe, recipe_of
+from megatron_ext.plugins.low_precision.gathers import EightBits
 from megatron_ext.plugins.low_precision.products import product
 from megatron_ext.plugins.low_precision.quantize import Cut, Quantized, quantize
 from megatron_ext.plugins.low_precision.random_numbers import Draw, Places
@@ -44,6 +45,27 @@ class Multiplication:
     adds_to_main_gradient: bool = False
     draw: Draw | None = None
     """Random numbers of dY, where the recipe draws some."""
+    gathered: EightBits | None = None
+    """The weight as it is gathered, where that is in eight bits."""
+    matrix: int = 0
+    """Index of the weight among those that are gathered as one."""
+
+    def rounded(self, weight_NK: torch.Tensor) -> Quantized:
+        """Return W for the forward product: as it was gathered, or rounded here. Collective as `quantize`."""
+        if self.gathered is not None and self.gathered.values is not None:
+            return self.gathered.quantized(self.matrix)
+        return quantize(weight_NK, self.recipe.forward.right, cut=self.of_weights)
+
+    def turned(self, weight_NK: torch.Tensor, largest: torch.Tensor | None = None) -> Quantized:
+        """Return W^T for the input gradient.
+
+        Args:
+            largest: largest values of the blocks of W in the forward product, where they are known.
+        """
+        if self.gathered is not None and self.gathered.values is not None:
+            return self.gathered.quantized(self.matrix).transposed()
+        format, before = self.recipe.input_gradient.right, self.recipe.forward.right
+        return turned(weight_NK, format, self.of_weights, None if largest is None else before, largest)
 
     @property
     def of_inputs(self) -> Cut:
@@ -114,7 +136,7 @@ class _Linear(torch.autograd.Function):
         x = x.contiguous()
         whole, _ = _gathered(x, how.gathers_over)
         x_TK = quantize(_rows(whole), of_x, cut=how.of_inputs)
-        weight_NK = quantize(weight, of_weight, cut=how.of_weights)
+        weight_NK = how.rounded(weight)
         ctx.how = how
         ctx.main_grad = getattr(weight, "main_grad", None) if how.adds_to_main_gradient else None
         # The backward pass rounds again, and needs no message for that where a block is the same when it is turned.
@@ -127,15 +149,14 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight, x_largest, weight_largest = ctx.saved_tensors
         how: Multiplication = ctx.how
-        (of_grad, of_weight), (of_turned, of_x) = how.recipe.input_gradient, how.recipe.weight_gradient
+        of_grad, (of_turned, of_x) = how.recipe.input_gradient.left, how.recipe.weight_gradient
         for_x, for_weight, _ = ctx.needs_input_grad
         whole, arrives = _gathered(x, how.gathers_over, waits=False) if for_weight else (None, None)
         grad_TN = _rows(grad)
         rounded_TN = quantize(grad_TN, of_grad, cut=how.of_gradients, draw=how.draw)
         grad_x, reduced = None, None
         if for_x:
-            weight_KN = turned(weight, of_weight, how.of_weights, how.recipe.forward.right, weight_largest)
-            whole_grad = product(rounded_TN, weight_KN, x.dtype).view(*grad.shape[:-1], -1)
+            whole_grad = product(rounded_TN, how.turned(weight, weight_largest), x.dtype).view(*grad.shape[:-1], -1)
             grad_x, reduced = _reduced(whole_grad, how)
         grad_weight = None
         if for_weight:

@@ -7,9 +7,11 @@ PLUGIN = Plugin(
     page="docs/fp8.md",
     brings={
         "callbacks": "megatron_ext.plugins.low_precision.install:CALLBACKS",
+        "draws": "megatron_ext.plugins.low_precision.describe:DRAWS",
         "flags": "megatron_ext.plugins.low_precision.flags:FLAGS",
         "product_formats": "megatron_ext.plugins.low_precision.describe:PRODUCT_FORMATS",
         "rules": "megatron_ext.plugins.low_precision.rules:RULES",
+        "warnings": "megatron_ext.plugins.low_precision.rules:WARNINGS",
         "ways": "megatron_ext.plugins.low_precision.describe:WAYS",
     },
 )

@@ -92,7 +92,7 @@ def quantize(
         assert draw is not None, "signs are drawn"
         x_RC = rotated(x_RC, draw.signs(x_RC.device))
     if largest is None:
-        largest = _largest(x_RC, block.rows or x_RC.size(0), block.columns or x_RC.size(1))
+        largest = largest_of_blocks(x_RC, block.rows or x_RC.size(0), block.columns or x_RC.size(1))
         _find_together(
             largest, [group for extent, groups in zip(block, cut, strict=True) if extent is None for group in groups]
         )
@@ -138,9 +138,16 @@ def compile_for_all_sizes() -> None:
 
 
 @_fused
-def _largest(x_RC: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def largest_of_blocks(x_RC: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return the largest absolute value of each block of so many rows and columns, [blocks down, blocks across]."""
     blocks = x_RC.view(x_RC.size(0) // rows, rows, x_RC.size(1) // columns, columns)
     return blocks.abs().amax(dim=(1, 3)).float()
+
+
+@_fused
+def block_scales(largest: torch.Tensor, element: Element, scale: str) -> torch.Tensor:
+    """Return the scales of blocks with these largest values, in a format without a scale of the tensor."""
+    return _scales(largest, element, scale, None)[0]
 
 
 @_fused

@@ -1,19 +1,23 @@
 """Rules of products in eight and four bits."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config, flags_of
-from megatron_ext.parts.catalogue import layer_parameters, tensor_size
-from megatron_ext.parts.stack import stack
 from megatron_ext.plugins.low_precision.flags import LowPrecisionFlags
-from megatron_ext.plugins.low_precision.formats import asked, chosen_layers, recipe_of, with_recipe
+from megatron_ext.plugins.low_precision.formats import (
+    asked,
+    chosen_layers,
+    gathers_in_eight_bits,
+    gathers_whole,
+    recipe_of,
+    with_recipe,
+)
+from megatron_ext.plugins.low_precision.widths import matrices_of, widths_that_fit
 from megatron_ext.rules.reads import reads
 from megatron_ext.rules.suggest import groups_fit, listed
-
-_IN_FULL = ("down_proj",)
-"""Projections to latents, which stay in the model's precision."""
 
 
 @reads()
@@ -51,24 +55,25 @@ def few_bits_take_whole_blocks(config: Config, facts: Facts) -> Iterator[str]:
         return  # refused by others
     if not all(groups_fit(one, tensor) for one in groups):
         return  # refused by others
+    matrices = _matrices(config)
+    if matrices is None:
+        return  # refused by others
     side = recipe_of(config).multiple
-    wrong = []
-    for kind, _ in stack(config).kinds:
-        for parameter in layer_parameters(config, kind, experts=(0,)):
-            name = parameter.name.removeprefix(f"decoder.layers.{kind.number}.")
-            ranks = tensor_size(config, parameter)
-            if parameter.tp_dim is not None and parameter.shape[parameter.tp_dim] % ranks:
-                return  # refused by others
-            shape = parameter.local_shape(ranks)
-            if "linear_" not in name or len(shape) != 2 or any(each in name for each in _IN_FULL):
-                continue
-            if any(size % side for size in shape):
-                wrong.append(f"{name} has {shape[0]} x {shape[1]}")
+    wrong = [f"{name} has {rows} x {columns}" for name, (rows, columns) in matrices if rows % side or columns % side]
     if wrong:
         yield (
             f"{with_recipe(config, ' with ')} takes matrices whose sides on a rank are multiples of {side}, and "
-            f"{listed(wrong)}; {_smaller(config)}leave {flag.split()[0]} out"
+            f"{listed(wrong)}; {widths_that_fit(config, side)}{_smaller(config)}leave {flag.split()[0]} out"
         )
+
+
+def _matrices(config: Config) -> list[tuple[str, tuple[int, ...]]] | None:
+    """Return name and shape on a rank of the matrices of each kind of layer that are multiplied in few bits; None where
+    tensor-parallel ranks cannot divide one."""
+    found = matrices_of(config)
+    if any(size % ranks for _, shape, over in found for size, ranks in zip(shape, over, strict=True)):
+        return None
+    return [(name, tuple(size // n for size, n in zip(shape, over, strict=True))) for name, shape, over in found]
 
 
 @reads("micro batch")
@@ -126,6 +131,36 @@ def _smaller(config: Config) -> str:
     in_fp8 = flags_of(config.training, LowPrecisionFlags).fp8_format is not None
     return "use --fp8-recipe rowwise, or " if in_fp8 and recipe_of(config).summed_block is not None else ""
 
+
+def gathered_in_full(_given: Mapping[str, Any], config: Config, _facts: Facts) -> Iterator[str]:
+    """Warn where --fp8-param-gather changes nothing, or not for all weights."""
+    if not flags_of(config.training, LowPrecisionFlags).fp8_param_gather:
+        return
+    reason = gathers_whole(config)
+    if reason is not None:
+        yield f"--fp8-param-gather changes nothing here: {reason}"
+        return
+    names = [each for each, shape in _matrices(config) or () if not gathers_in_eight_bits(config, shape)]
+    if names:
+        yield (
+            f"--fp8-param-gather: the ranks of --use-torch-fsdp2 have unequal numbers of rows of {listed(names)}, "
+            "which are gathered in bf16"
+        )
+
+
+def all_else_is_in_fp32(_given: Mapping[str, Any], config: Config, _facts: Facts) -> Iterator[str]:
+    """Warn that few bits without --bf16 leave everything around these products in fp32."""
+    flag, training = asked(config), config.training
+    if flag is None or training.mixed_precision:
+        return
+    left = (
+        ", and --first-last-layers-bf16 leaves layers in it"
+        * flags_of(training, LowPrecisionFlags).first_last_layers_bf16
+    )
+    yield f"{flag} without --bf16: all that is around these products is computed in fp32{left}; add --bf16"
+
+
+WARNINGS = (gathered_in_full, all_else_is_in_fp32)
 
 RULES = (
     few_bits_have_layers_of_their_own,

@@ -5,7 +5,7 @@ from megatron_ext.registry import Plugin
 PLUGIN = Plugin(
     "migrate",
     page="docs/coming_from.md",
-    needs=("huggingface",),
+    needs=("checkpoint_tools", "huggingface"),
     commands={
         "import-config": (
             "megatron_ext.plugins.migrate.commands.import_config",

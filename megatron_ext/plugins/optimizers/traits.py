@@ -19,6 +19,7 @@ LION = OptimizerTraits(
     states=(State("exp_avg"),),
     schemes=ALL_SCHEMES,
     can_be_masked=True,
+    drawn=("--lion-beta1 0.8 --lion-beta2 0.9",),
     built_as="adam",  # the engine's own Lion is in another package, and its distributed optimizer refuses SGD
     elsewhere={"deepspeed": Elsewhere(("lion",), flags="--lion-beta1 0.9 --lion-beta2 0.999")},
 )
@@ -30,6 +31,11 @@ ADAPTIVE_MUON = replace(
     torch_class="megatron_ext.plugins.optimizers.adaptive_muon:AdaptiveMuon",
     arguments={**MUON.arguments, **{name: f"adaptive_muon_{name}" for name in ("moment2_method", "beta2", "eps")}},
     states=(*MUON.states, State("moment2_buffer")),
+    drawn=(
+        *MUON.drawn,
+        *(f"--adaptive-muon-moment2-method {method}" for method in ("normuon", "namo")),
+        "--adaptive-muon-beta2 0.8 --adaptive-muon-eps 1e-6",
+    ),
     remark="Muon whose updates are divided by the root of their second moment",
     elsewhere={},
 )
@@ -42,6 +48,7 @@ ADAFACTOR = replace(
     arguments={name: f"adafactor_{name}" for name in ("beta2_decay", "eps2", "clip")},
     states=(State("row_var", along=-1), State("col_var", along=-2)),
     counts_updates=True,
+    drawn=("--adafactor-beta2-decay -0.5", "--adafactor-eps2 0.01", "--adafactor-clip 2"),
     remark="matrices of layers by Adafactor, which keeps means of rows and columns; the rest by AdamW",
     elsewhere={},
 )
@@ -60,6 +67,11 @@ ADEMAMIX = OptimizerTraits(
     schemes=ALL_SCHEMES,
     built_as="adam",
     counts_updates=True,
+    drawn=(
+        "--ademamix-beta3 0.99 --ademamix-alpha 2",
+        "--ademamix-warmup 3",
+        "--adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6",
+    ),
     elsewhere={"axolotl": Elsewhere(("ademamix",))},
 )
 
@@ -73,6 +85,7 @@ SCHEDULE_FREE = OptimizerTraits(
     built_as="adam",
     counts_updates=True,
     numbers=("largest_rate", "summed_squares"),
+    drawn=("--adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6",),
     remark="AdamW whose weights are evaluated as an average, with a rate that does not decay",
     elsewhere={"axolotl": Elsewhere(("schedule_free_adamw",))},
 )

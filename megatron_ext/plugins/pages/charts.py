@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.markup import Content, Markup, document, element, joined, svg_file
 from megatron_ext.parts.experts.load_colour import load_colour
+from megatron_ext.plugins.pages.markup import Content, Markup, document, element, joined, svg_file
 
 Point = tuple[float, float]
 """Place on the horizontal axis, such as an iteration, and value."""

@@ -2,8 +2,8 @@
 
 from megatron_ext.config.derived.rank_order import axis_sizes, coordinates
 from megatron_ext.config.schema import LayoutConfig
-from megatron_ext.markup import Content, Markup, element
 from megatron_ext.plugins.pages.charts import label, svg, wide
+from megatron_ext.plugins.pages.markup import Content, Markup, element
 
 _MOST_RANKS = 256
 _CELL, _HIGH, _GAP, _LEFT, _TOP = 58, 26, 12, 96, 24

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
 from megatron_ext.config.schema import LayoutConfig
-from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plugins.pages import layout_picture
 from megatron_ext.plugins.pages.charts import (
     COLOURS,
@@ -30,6 +29,7 @@ from megatron_ext.plugins.pages.charts import (
     wide,
 )
 from megatron_ext.plugins.pages.loss_curve import RunHistory, summary
+from megatron_ext.plugins.pages.markup import Content, Markup, element, joined
 from megatron_ext.telemetry.commands_file import Start
 
 _MOST_TASKS = 100

@@ -11,9 +11,9 @@ from megatron_ext.config.schema import Config
 from megatron_ext.cost.flops import flops_per_token
 from megatron_ext.cost.hardware import Machine
 from megatron_ext.cost.memory import host_bytes
-from megatron_ext.markup import Markup, element
 from megatron_ext.parts.catalogue import count
 from megatron_ext.plugins.pages.charts import BARS_STYLE, bars_chart, bars_picture, main, page, wide
+from megatron_ext.plugins.pages.markup import Markup, element
 from megatron_ext.plugins.planner.layout_choices import Choice, flags
 from megatron_ext.plugins.planner.search import Answer, Candidate, Question
 

@@ -6,8 +6,8 @@ The drawing has no script; the text under the pointer names a box, with its begi
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megatron_ext.markup import Content, Markup, element, joined
 from megatron_ext.plugins.pages.charts import label, page, picture, svg, ticks, wide
+from megatron_ext.plugins.pages.markup import Content, Markup, element, joined
 from megatron_ext.plugins.planner.timeline import COMMUNICATION, Block, Lane, Pass, Timeline, duration, size, summary
 
 # In SVG units.

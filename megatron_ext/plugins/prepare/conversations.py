@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.prepare.chat import ChatTemplate, Rendered
 from megatron_ext.plugins.prepare.documents import RawDocument
-from megatron_ext.tokenizer.chat import ChatTemplate, Rendered
 
 DATA_FORMATS = ("text", "alpaca", "sharegpt", "messages", "completion")
 """Values of --data-format."""
@@ -34,7 +34,7 @@ _ROLES = {
     "observation": "tool",
     "function_call": "assistant",
 }
-_MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")  # of megatron_ext.tokenizer.chat
+_MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")  # of megatron_ext.plugins.prepare.chat
 _COLUMNS = {
     "alpaca": ("instruction", "input", "output", "system"),
     "sharegpt": ("conversations", "system"),

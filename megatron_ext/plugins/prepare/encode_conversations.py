@@ -14,10 +14,10 @@ import numpy as np
 from megatron_ext.data.indexed import token_dtype
 from megatron_ext.data.mask import BEGINS, COUNTS
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.plugins.prepare.chat import END_OF_TEXT, Rendered
 from megatron_ext.plugins.prepare.conversations import ConversationFormat
 from megatron_ext.plugins.prepare.documents import Block, RawDocument
 from megatron_ext.plugins.prepare.encode import EncodedBlock, OnError
-from megatron_ext.tokenizer.chat import END_OF_TEXT, Rendered
 from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer

@@ -16,12 +16,12 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.sharding import SCHEMES
-from megatron_ext.config.parse.options import flag_of
+from megatron_ext.config.parse.options import flag_of, options
 from megatron_ext.config.schema import Config
 from megatron_ext.config.schema.layout_flags import SCHEDULES
 from megatron_ext.errors import ConfigurationError
@@ -31,17 +31,28 @@ from megatron_ext.parts.mlp.describe import draw as draw_mlp
 from megatron_ext.parts.norm.describe import draw as draw_norm
 from megatron_ext.parts.protocol import taken
 from megatron_ext.parts.stack import layers
+from megatron_ext.plugins.families.registry import written_as
+from megatron_ext.plugins.prove.family_draws import bent
 from megatron_ext.registry import brought
 from megatron_ext.train.configure import configure
 
 LAYOUTS_OF_A_MODEL = 4
 """Draws in a row that have the same model, whose one process is then trained once."""
 
-_TRIES = 200
+_TRIES = 1000
 """Draws of one model, or of one layout, until one can work."""
 
-_TRIES_OF_KINDS = 40
+_TIMES_MENDED = 3
+"""Times that a refused draw is changed as the refusal says, before another is drawn."""
+
+_TRIES_OF_KINDS = 10
 """Draws of the other flags next to the same kinds of parts, until other kinds are drawn."""
+
+_OF_FAMILIES = 2
+"""Of so many models one is given the shape of a family of Hugging Face near it, so that it is exported."""
+
+_TRIES_OF_FAMILIES = 4
+"""Families that a model is given the shape of, until one has all of it."""
 
 
 @dataclass(frozen=True)
@@ -110,19 +121,43 @@ class Draws:
         def drawn() -> tuple[str, ...]:
             # Kinds that refuse much would hardly ever be tried, were they drawn anew with the rest.
             if next(tries) % _TRIES_OF_KINDS == 0:
-                kinds[:] = _kinds(random)
-            return tuple(_model(random, kinds))
+                kinds[:] = drawn_kinds(random)
+            return tuple(drawn_model(random, kinds))
 
-        return self._first_legal(drawn, lambda pieces: self.configured(pieces, ONE_PROCESS))
+        pieces, alone = self._first_legal(
+            drawn,
+            lambda pieces: self.configured(pieces, ONE_PROCESS),
+            lambda pieces, error: mended(pieces, error, keeps=kinds),
+        )
+        if number // LAYOUTS_OF_A_MODEL % _OF_FAMILIES == 0:
+            return self._with_a_family(random, pieces, alone)
+        return pieces, alone
+
+    def _with_a_family(self, random: Random, pieces: tuple[str, ...], alone: Config) -> tuple[tuple[str, ...], Config]:
+        """Return the model in the shape of a family of Hugging Face near it; the model itself, where none has been
+        found."""
+        for _ in range(_TRIES_OF_FAMILIES):
+            flags = bent(random, pieces, alone)
+            try:
+                config = self.configured(flags, ONE_PROCESS)
+                written_as(config)
+            except ConfigurationError:
+                continue
+            return flags, config
+        return pieces, alone
 
     def layout_of(self, random: Random, model: tuple[str, ...], alone: Config) -> Layout:
         """Return a layout that can train the model."""
 
         def drawn() -> Layout:
             ranks = random.choice(list(self.ranks))
-            return Layout(ranks, tuple(_layout(random, ranks, alone)))
+            return Layout(ranks, tuple(drawn_layout(random, ranks, alone)))
 
-        return self._first_legal(drawn, lambda layout: self.configured(model, layout))[0]
+        return self._first_legal(
+            drawn,
+            lambda layout: self.configured(model, layout),
+            lambda layout, error: replace(layout, pieces=mended(layout.pieces, error)),
+        )[0]
 
     def configured(self, model: Sequence[str], layout: Layout) -> Config:
         """Return the configuration of the model in the layout.
@@ -133,19 +168,38 @@ class Draws:
         argv = [*self.data, *words(model), *layout.flags, "--device", "cpu"]
         return configure(argv, world_size=layout.ranks).config
 
-    def _first_legal[T](self, draw: Callable[[], T], check: Callable[[T], Config]) -> tuple[T, Config]:
+    def _first_legal[T](
+        self, draw: Callable[[], T], check: Callable[[T], Config], mend: Callable[[T, ConfigurationError], T]
+    ) -> tuple[T, Config]:
         for _ in range(_TRIES):
             drawn = draw()
-            try:
-                return drawn, check(drawn)
-            except ConfigurationError as error:
-                self.refused[reason(error)] += 1
+            for _ in range(_TIMES_MENDED + 1):
+                try:
+                    return drawn, check(drawn)
+                except ConfigurationError as error:
+                    self.refused[reason(error)] += 1
+                    drawn = mend(drawn, error)
         raise AssertionError(f"none of {_TRIES} draws could work: {self.refused.most_common(5)}")
 
 
 def reason(error: ConfigurationError) -> str:
     """Return the first problem with its numbers as N and without paths, so that draws refused alike count together."""
     return re.sub(r"\d+(\.\d+)?", "N", re.sub(r"(?<=\s)/\S+", "PATH", str(error.problems[0])))[:200]
+
+
+def mended(pieces: Sequence[str], error: ConfigurationError, *, keeps: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the pieces as the refusal says that they work, as far as it says so of single flags: without those to
+    leave out, and with switches to add.
+
+    Args:
+        keeps: pieces that are kept, whatever the refusal says.
+    """
+    text = " ".join(map(str, error.problems))
+    out = {*re.findall(r"leave (?:out )?(--[a-z0-9-]+)", text)}
+    switches = {flag_of(one.name) for one in options() if one.type is bool}
+    more = [flag for flag in dict.fromkeys(re.findall(r"add (--[a-z0-9-]+)", text)) if flag in switches]
+    kept = (piece for piece in pieces if piece in keeps or out.isdisjoint(shlex.split(piece)))
+    return (*kept, *more)
 
 
 def draw(draws: Draws, number: int) -> Draw:
@@ -158,21 +212,29 @@ def draw(draws: Draws, number: int) -> Draw:
     return Draw(model, first, draws.layout_of(random, model, alone))
 
 
+_PATTERN = "--hybrid-layer-pattern"
+
 RECIPE = (
     "--hidden-size 64 --num-attention-heads 4 --init-method-std 0.1 --train-iters 20 --lr 1e-3 --lr-warmup-iters 10 "
     "--lr-warmup-init 1e-4 --lr-decay-style constant --hidden-dropout 0 --attention-dropout 0"
 )
 
 
-def _kinds(random: Random) -> list[str]:
+def drawn_kinds(random: Random) -> list[str]:
     """Return the flags of kinds of parts that not every model has, and of the optimizer."""
     experts = draw_experts(random) if random.random() < 0.3 else []
-    return [*experts, *(piece for one in brought("draws") for piece in one(random)), *_optimizer(random)]
+    kinds = [piece for one in brought("draws") for piece in one(random)]
+    pattern = next((piece for piece in kinds if _PATTERN in piece), None)
+    if pattern is not None:  # which says what each layer is: no other kind may
+        kinds, experts = [pattern], []
+        if "E" in shlex.split(pattern)[1]:
+            experts = [piece for piece in draw_experts(random) if "--moe-layer-freq" not in piece]
+    return [*experts, *kinds, *_optimizer(random)]
 
 
-def _model(random: Random, kinds: Sequence[str]) -> list[str]:
+def drawn_model(random: Random, kinds: Sequence[str]) -> list[str]:
     """Return the flags of a model with these kinds of parts, its data and its precision."""
-    depth = [] if "--hybrid-layer-pattern" in words(kinds) else [f"--num-layers {random.choice((2, 4, 4, 4, 8))}"]
+    depth = [] if _PATTERN in words(kinds) else [f"--num-layers {random.choice((2, 4, 4, 4, 8))}"]
     logits = ("--lm-head-bias", "--logits-multiplier 0.3", "--final-logit-softcapping 4", "--z-loss-strength 0.01")
     # Many pieces together are refused for some other kind; few leave it room.
     kept = random.choice((0.2, 0.6, 1.0, 1.0))
@@ -184,10 +246,26 @@ def _model(random: Random, kinds: Sequence[str]) -> list[str]:
         *kinds,
         *taken(random, (0.5, "--untie-embeddings-and-output-weights"), (0.7, "--disable-bias-linear")),
         *taken(random, (0.2, random.choice(logits)), (0.1, "--embedding-multiplier 8")),
-        *taken(random, (0.1, "--residual-multiplier 0.7"), (0.05, "--use-mup --mup-base-hidden-size 16")),
+        *taken(random, (0.1, "--residual-multiplier 0.7"), (0.05, f"--use-mup {random.choice(_WIDTHS)}")),
+        *taken(random, (0.08, random.choice(("--init-method-xavier-uniform", "--embedding-init-method-std 0.05")))),
         *_data(random),
-        *taken(random, (0.1, random.choice(("--bf16", "--bf16 --accumulate-allreduce-grads-in-fp32")))),
+        *taken(random, (0.1, random.choice(_SHORT))),
     ]
+
+
+_WIDTHS = (
+    "--mup-base-hidden-size 16",
+    "--mup-base-hidden-size 16 --mup-embedding-mult 3 --mup-output-mult 0.7",
+    "--mup-base-head-dim 8 --mup-attn-scale-power 0.5",
+    "--mup-base-num-layers 2",
+)
+
+_SHORT = (
+    "--bf16",
+    "--bf16 --accumulate-allreduce-grads-in-fp32",
+    "--bf16 --grad-reduce-in-bf16",
+    "--fp16 --initial-loss-scale 65536",
+)
 
 
 def _data(random: Random) -> list[str]:
@@ -197,6 +275,8 @@ def _data(random: Random) -> list[str]:
     return [
         f"--micro-batch-size {micro} --global-batch-size {batch}",
         *taken(random, (0.35, random.choice(packed)), (0.3, "--make-vocab-size-divisible-by 32")),
+        *taken(random, (0.1, f"--rampup-batch-size {batch // 2} {batch // 2} {3 * batch // 2}")),
+        *taken(random, (0.1, "--eval-global-batch-size 4 --eval-micro-batch-size 1"), (0.1, "--data-order formula")),
     ]
 
 
@@ -205,10 +285,18 @@ def _optimizer(random: Random) -> list[str]:
     name = random.choice(["adam"] * len(OPTIMIZERS) + list(OPTIMIZERS))
     more = ("--clip-grad 0", "--clip-grad 0.1", "--weight-decay 0.1", "--ema-decay 0.9", "--decoupled-lr 5e-4")
     more += ("--lr-group decoder.layers.1.*=0.5", "--qk-clip --qk-clip-threshold 2.4", "--weight-decay 0")
-    return [f"--optimizer {name}", *taken(random, (0.4, random.choice(more)), (0.1, random.choice(more)))]
+    more += ("--weight-decay-group *.linear_fc1.weight=0.5", "--qk-clip --qk-clip-threshold 2.4 --qk-clip-alpha 0.3")
+    more += ("--ema-decay 0.9 --eval-ema", "--apply-wd-to-qk-layernorm")
+    more = tuple(flags for flags in more if not ("--ema" in flags and OPTIMIZERS[name].averages))
+    own = OPTIMIZERS[name].drawn
+    return [
+        f"--optimizer {name}",
+        *taken(random, (0.4 * bool(own), random.choice(own or ("",)))),
+        *taken(random, (0.4, random.choice(more)), (0.1, random.choice(more))),
+    ]
 
 
-def _layout(random: Random, ranks: int, alone: Config) -> list[str]:
+def drawn_layout(random: Random, ranks: int, alone: Config) -> list[str]:
     """Return the flags of a layout.
 
     Args:
@@ -248,7 +336,9 @@ def _pipeline(random: Random, stages: int, alone: Config) -> list[str]:
     """Return how layers are divided over stages, and in which order these take their passes."""
     depths = alone.model.mtp_num_layers or 0
     chunks = random.choice((1, 2, 2, 3))
-    interleaved = [f"--num-virtual-stages-per-pipeline-rank {chunks}"] if chunks > 1 else []
+    each = max(len(layers(alone)) // (stages * chunks), 1)
+    sized = (f"--num-virtual-stages-per-pipeline-rank {chunks}", f"--num-layers-per-virtual-pipeline-stage {each}")
+    interleaved = [random.choice(sized)] if chunks > 1 else []
     counted = taken(
         random, (0.6, "--account-for-embedding-in-pipeline-split"), (0.6, "--account-for-loss-in-pipeline-split")
     )
@@ -298,13 +388,17 @@ def _sharding(random: Random) -> list[str]:
         f"{flag_of(name)}" for name in scheme.own if name not in scheme.values and name != "outer_dp_sharding_strategy"
     ]
     overlap = ["--overlap-grad-reduce", "--overlap-grad-reduce --overlap-param-gather"]
-    in_host = (f"--optimizer-cpu-offload{share}" for share in ("", " --optimizer-offload-fraction 0.5"))
+    half = "--optimizer-offload-fraction 0.5"
+    moved = ("", half, f"{half} --overlap-cpu-optimizer-d2h-h2d", "--use-torch-optimizer-for-cpu-offload")
+    moved += ("--no-pin-cpu-grads --no-pin-cpu-params",)
+    in_host = f"--optimizer-cpu-offload {random.choice(moved)}".strip()
     copies = "--num-distributed-optimizer-instances 2"
     copies += random.choice(("", " --outer-dp-sharding-strategy optim"))
     return [
         *([asked] if asked else []),
         *taken(random, (0.5, random.choice(overlap)), (0.4, f"--ddp-bucket-size {random.choice((1, 5000, 20000))}")),
-        *taken(random, *((0.2, flag) for flag in own), (0.15, copies), (0.08, random.choice([*in_host]))),
+        *taken(random, *((0.2, flag) for flag in own), (0.15, copies), (0.08, in_host)),
+        *taken(random, (0.08, "--ckpt-fully-parallel-save"), (0.08, "--ckpt-fully-parallel-load")),
     ]
 
 
@@ -319,9 +413,16 @@ def _computation(random: Random, alone: Config) -> list[str]:
         f"--recompute-granularity full --recompute-num-layers {each} --recompute-method uniform",
         f"--recompute-granularity full --recompute-num-layers {each} --recompute-method block",
         f"--recompute-granularity selective --recompute-modules {' '.join(dict.fromkeys(modules))}",
+        "--recompute-activations",
+        *(["--moe-layer-recompute"] if alone.model.num_experts is not None else []),
     )
+    graphs = f"--cuda-graph-impl {random.choice(('full_iteration', 'local'))}"
+    kernels = ("--disable-jit-fuser", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-triton-kernels")
+    checks = ("--check-for-large-grads", "--check-before-update", "--check-replicated-weights-interval 1")
+    checks += ("--check-weight-hash-across-dp-replicas-interval 1",)
     return [
         *taken(random, (0.35, random.choice(again)), (0.2, "--linear-cross-entropy")),
-        *taken(random, (0.2, "--gradient-accumulation-fusion"), (0.03, "--cuda-graph-impl full_iteration")),
-        *taken(random, (0.05, "--deterministic-mode"), (0.05, "--check-for-large-grads")),
+        *taken(random, (0.2, "--gradient-accumulation-fusion"), (0.04, graphs), (0.1, random.choice(kernels))),
+        *taken(random, (0.05, "--deterministic-mode"), (0.1, random.choice(checks))),
+        *taken(random, (0.05, f"--attention-backend {random.choice(('local', 'unfused'))}")),
     ]

@@ -69,7 +69,8 @@ def record(
         flags: as for pretrain_gpt.py; a run begins with the weights of --load-hf, or goes on from the checkpoint of
             --load, and leaves one in --save at its end.
         world_size: number of ranks.
-        steps: optimizer steps to run, whatever --train-iters says (which shapes the learning-rate curve).
+        steps: optimizer steps to run, whatever --train-iters says (which shapes the learning-rate curve); after 0 there
+            are no gradients.
         sabotage: called on every rank before the run is built; plants a fault.
         outputs: keep what the modules put out in the first step. It takes the memory of all activations.
         device: "cpu", or "cuda", which needs a GPU for every rank.
@@ -84,12 +85,17 @@ def record(
 
     words = [*flags, "--device", device]
     results = run_ranks(
-        world_size, _train, words, steps, sabotage, outputs, extensions, poisons, fresh=device == "cuda"
+        *(world_size, _train, words, steps, sabotage, outputs, extensions, poisons),
+        fresh=device == "cuda",
+        timeout=timeout,
     )
     last = results[-1]
     tensors, flaws = {}, []
     for what in ("initial weights", "first gradients", "final weights"):
-        shards = (shard for result in results for shard in result.shards[what])
+        shards = (shard for result in results for shard in result.shards.get(what, ()))
+        if what not in last.shards:  # no gradients without a step
+            tensors[what] = {}
+            continue
         tensors[what], problems = assemble(last.config, shards, lacks_some=extensions is not NONE)
         flaws += [f"{what}: {flaw}" for flaw in problems]
     return RunRecord(

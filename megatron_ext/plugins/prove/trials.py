@@ -8,6 +8,7 @@ exports where a family of Hugging Face has the model's shape. Gathers are poison
 are NaN. A draw with a moment to kill at is trained by the program itself, killed, and started again.
 """
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -19,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ext.config.derived.optimizers import traits_of
+from megatron_ext.config.schema import ModelConfig
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.forkserver.ranks import RankError, run_ranks
 from megatron_ext.plugins.prove.doubles import DISTANCE, UPDATE_DISTANCE, in_doubles
@@ -44,7 +47,7 @@ SIGNIFICANT = 1e-3
 SHORT_FACTOR = 2 * BF16_FACTOR
 """BF16_FACTOR, which is for 20 steps, widened for the few numbers of a draw: the largest of five is less sure."""
 
-TIMEOUT = 150.0
+TIMEOUT = 300.0
 """Seconds until the ranks of a run are taken for hanging."""
 
 
@@ -85,6 +88,12 @@ class Trials:
         self._folder, self._data, self._sabotage = folder, list(data), sabotage
         self._alone: dict[tuple[str, ...], RunRecord] = {}
 
+    def with_fault(self, sabotage: Callable[[], None]) -> "Trials":
+        """Return trials with a fault on the ranks of layouts, which keep the same single processes."""
+        planted = Trials(self._folder, self._data, sabotage)
+        planted._alone = self._alone
+        return planted
+
     def verdict(self, draw: Draw) -> Verdict:
         """Return where the draw differs from one process, and which of it is more than rounding."""
         try:
@@ -117,7 +126,7 @@ class Trials:
         else:
             without = tuple(piece for piece in draw.model if not _in_16_bits(replace(draw, model=(piece,))))
             problems = _in_short(self._one_process(without), alone, joined)
-        exported, lost = self._exported(again, second)
+        exported, lost = self._exported(draw, again, second)
         return [*changed, *problems, *lost], exported
 
     def _in_doubles(self, draw: Draw) -> list[str]:
@@ -167,8 +176,9 @@ class Trials:
         """Return the record of one process, of the last two models."""
         if model not in self._alone:
             draw = Draw(model, ONE_PROCESS, ONE_PROCESS)
-            kept = list(self._alone.items())[-1:]
-            self._alone = dict(kept) | {model: record(self._flags(draw), 1, BEFORE + AFTER, timeout=TIMEOUT)}
+            while len(self._alone) > 1:
+                del self._alone[next(iter(self._alone))]
+            self._alone[model] = record(self._flags(draw), 1, BEFORE + AFTER, timeout=TIMEOUT)
         return self._alone[model]
 
     def _flags(self, draw: Draw) -> list[str]:
@@ -179,15 +189,10 @@ class Trials:
         shutil.rmtree(self._folder / name, ignore_errors=True)
         return self._folder / name
 
-    def _exported(self, saved: Path, run: RunRecord) -> tuple[bool, list[str]]:
-        """Export a checkpoint, and return whether there is a family for it, and the problems of tensors that are not
-        read back as they were."""
-        import torch
-
-        from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
+    def _exported(self, draw: Draw, saved: Path, run: RunRecord) -> tuple[bool, list[str]]:
+        """Export a checkpoint, and return whether there is a family for it, and where a run that begins with the export
+        in the same layout has other weights, or evaluates otherwise, to the bit."""
         from megatron_ext.plugins.huggingface.exporter import export_huggingface
-        from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
-        from megatron_ext.plugins.huggingface.load_hf import read_rows
         from megatron_ext.plugins.huggingface.saved_model import SavedModel
 
         source = SavedModel(saved)
@@ -195,17 +200,23 @@ class Trials:
             family, config = source.written
         except ConfigurationError:
             return False, []
-        exported = export_huggingface(source, self._empty("exported"), with_tokenizer=False)
-        folder, lost = HFFolder(exported.path), []
-        for mapping in state_dict_mapping(config, family):
-            name = mapping.parameter.name
-            if name not in run.final_weights:  # a bias by which experts are chosen, which is no weight
-                continue
-            known = run.final_weights[name]
-            read = torch.empty(mapping.parameter.shape)
-            read_rows(folder, mapping, range(len(read)), slice(None), read)
-            if not np.array_equal(read.numpy()[: len(known)], known):
-                lost.append(f"{name} is not exported to {family.model_type} as it was trained")
+        folder = export_huggingface(source, self._empty("exported"), with_tokenizer=False).path
+        flags = [*self._data, *without_the_model(draw.flags), *draw.second.flags, "--load-hf", str(folder)]
+        read = record(flags, draw.second.ranks, 0, timeout=TIMEOUT)
+        lost = [
+            f"{name} is not exported to {family.model_type} as it was trained"
+            for name, known in run.final_weights.items()
+            if name in read.weights and not np.array_equal(read.weights[name], known)
+        ]
+        lost += [
+            f"{name} is not exported to {family.model_type}"
+            for name in run.final_weights.keys() - read.weights.keys()
+            if not name.startswith("mtp.")
+        ]
+        of_averages = traits_of(config.optimizer).averages or config.optimizer.eval_ema
+        if not of_averages and read.validation_loss != run.validation_loss:
+            of_export = f"{read.validation_loss} in place of {run.validation_loss}"
+            lost.append(f"the export to {family.model_type} has the validation loss {of_export}")
         return True, lost
 
     def _killed(self, draw: Draw) -> tuple[list[str], bool]:
@@ -258,6 +269,19 @@ def run_program(flags: list[str], kill: float | None) -> None:
     code = run_guarded(lambda: main([*flags, "--device", "cpu", "--num-workers", "0"], status, **own), status)
     if code != 0:
         raise RuntimeError(f"the program ended with exit code {code}")
+
+
+def without_the_model(flags: Sequence[str]) -> list[str]:
+    """Return the flags, with their values, that say nothing of the model: its data, its optimizer, its precision."""
+    of_model = {one.name for one in dataclasses.fields(ModelConfig)} - {"moe_router_dtype"}  # no file says it
+    kept, keeps = list[str](), True
+    for word in flags:
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            keeps = name not in of_model
+        if keeps:
+            kept.append(word)
+    return kept
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

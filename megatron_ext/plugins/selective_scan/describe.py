@@ -234,6 +234,8 @@ def draw(random: Random) -> list[str]:
     sizes = (
         f"--scan-state-dim 6 --scan-channels 56 --scan-conv-kernel-dim {random.choice((1, 3, 4))} --scan-norm {norm}"
     )
+    sizes += random.choice(("", "", " --scan-time-step-rank 3"))
+    sizes += random.choice(("", " --scan-norm-epsilon 1e-4")) if norm != "none" else ""
     return taken(random, (0.06, f"--hybrid-layer-pattern {pattern} {sizes}{biases} --norm-epsilon 1e-3"))
 
 

@@ -5,7 +5,7 @@ from megatron_ext.registry import Plugin
 PLUGIN = Plugin(
     "tasks",
     page="docs/tasks.md",
-    needs=("families", "huggingface"),
+    needs=("families", "huggingface", "prepare"),
     commands={
         "tasks": (
             "megatron_ext.plugins.tasks.commands.tasks",

@@ -16,8 +16,8 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.model.names import unwrapped
 from megatron_ext.model.own_layers import OwnModule, hidden_states_of, own_modules
 from megatron_ext.terminal import say, warn
+from megatron_ext.train.random_state import random_state, set_random_state
 from megatron_ext.train.run import Run
-from megatron_ext.train.spikes import random_state, set_random_state
 from megatron_ext.train.trainer import Callback, Trainer
 
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}

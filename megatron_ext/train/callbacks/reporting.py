@@ -5,7 +5,7 @@ which step is being worked on.
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.cost.flops import flops_per_token
@@ -13,11 +13,9 @@ from megatron_ext.data.samples import use_of_sources
 from megatron_ext.optim.curves import weight_decay
 from megatron_ext.parts.protocol import Report
 from megatron_ext.resilience.process_end import RunStatus
-from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.log_line import Console
 from megatron_ext.telemetry.metrics import Evaluated, Metrics, SaveFailure, StepMetrics
 from megatron_ext.telemetry.throughput import model_flops_utilization, tflops_per_gpu
-from megatron_ext.train.callbacks.communication import Stragglers, shares_of_all_ranks
 from megatron_ext.train.callbacks.parameters_norm import parameters_norm
 from megatron_ext.train.step import StepResult
 from megatron_ext.train.trainer import Callback, Trainer
@@ -41,6 +39,17 @@ class ReportReader(Protocol):
         ...
 
 
+class Measure(Callback):
+    """Measures steps for their reports."""
+
+    def measured(self, trainer: Trainer) -> dict[str, Any]:
+        """Return fields of `StepMetrics` of the step that has ended and is reported. Collective."""
+        return {}
+
+    def forget(self) -> None:
+        """Begin a new interval of the log."""
+
+
 class Reporting(Callback):
     """Builds the metrics of a step and hands them on.
 
@@ -48,6 +57,7 @@ class Reporting(Callback):
         step_sinks: get steps that are multiples of `step_interval`, with that step's own loss (TensorBoard).
         log_sinks: get iteration 1 and multiples of `log_interval`, with the mean loss of the steps since the last
             one (log line, metrics file). The sums are part of the saved state: a resumed run logs the same means.
+        measures: asked for what they have measured.
         parts: asked for their reports of the steps that go to `log_sinks`.
     """
 
@@ -57,16 +67,14 @@ class Reporting(Callback):
         step_interval: int,
         log_sinks: Sequence[Sink],
         log_interval: int,
-        communication: CommunicationClock | None = None,
-        stragglers: Stragglers | None = None,
+        measures: Sequence[Measure] = (),
         parts: Sequence[ReportReader] = (),
     ):
         self.step_sinks = step_sinks
         self.step_interval = step_interval
         self.log_sinks = log_sinks
         self.log_interval = log_interval
-        self._communication = communication
-        self._stragglers = stragglers
+        self._measures = measures
         self._parts = parts
         self._counted_until = self._processor_until = 0.0
         self._under_way = 0  # steps begun and not ended
@@ -105,13 +113,11 @@ class Reporting(Callback):
         if not (to_steps or to_log):
             return
         norm = parameters_norm(trainer.run) if config.logging.log_params_norm else None
-        clock = self._communication
-        shares = shares_of_all_ranks(clock, trainer.run) if clock is not None else None
+        measured = {name: value for one in self._measures for name, value in one.measured(trainer).items()}
         reports = tuple(part.read(trainer) for part in self._parts) if to_log else ()
         if trainer.run.is_last_rank and (to_log or self.step_sinks):
-            slowest = None if self._stragglers is None else self._stragglers.summary()
             metrics = self._metrics(trainer, result, norm)
-            metrics = dataclasses.replace(metrics, time_shares=shares, slowest_rank=slowest, reports=reports)
+            metrics = dataclasses.replace(metrics, reports=reports, **measured)
             tokens = result.global_batch_size * config.model.seq_length
             own = {"lm_loss": result.loss, "elapsed_ms": 1000.0 * seconds, "tokens_per_second": tokens / seconds}
             own["cpu_ms"] = 1000.0 * processor
@@ -123,8 +129,8 @@ class Reporting(Callback):
             state.start_interval()
             self._interval_seconds = self._interval_processor = 0.0
             self._interval_tokens = self._interval_steps = 0
-            if self._stragglers is not None:
-                self._stragglers.forget()
+            for one in self._measures:
+                one.forget()
 
     def on_evaluation(self, trainer: Trainer, metrics: Evaluated) -> None:
         self._write(metrics)

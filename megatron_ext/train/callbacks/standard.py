@@ -12,23 +12,20 @@ from megatron_ext.config.schema import Config
 from megatron_ext.registry import brought
 from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.signals import STOP_FILE, SignalWatcher
-from megatron_ext.telemetry.communication_clock import CommunicationClock
 from megatron_ext.telemetry.log_line import Console
 from megatron_ext.telemetry.metrics import Evaluated, Metrics, ValidationMetrics, as_row
 from megatron_ext.telemetry.metrics_file import MetricsFile
 from megatron_ext.telemetry.profiler import StepProfiler, open_range
 from megatron_ext.telemetry.tensorboard import TensorBoardWriter
-from megatron_ext.train.callbacks.communication import Communication, Stragglers, Timing
 from megatron_ext.train.callbacks.evaluation import Evaluation
 from megatron_ext.train.callbacks.expert_load import ExpertLoad
 from megatron_ext.train.callbacks.garbage import GarbageCollection
 from megatron_ext.train.callbacks.large_gradients import LargeGradients, Overflows
 from megatron_ext.train.callbacks.profiling import MemoryHistory, Profiling, is_recorded
-from megatron_ext.train.callbacks.replicas import ReplicaCheck
 from megatron_ext.train.callbacks.reporting import Reporting, Sink, Status
 from megatron_ext.train.callbacks.sample_ids import SampleIds
-from megatron_ext.train.callbacks.spike_check import SpikeCheck
 from megatron_ext.train.callbacks.stopping import Stopping
+from megatron_ext.train.callbacks.timing import Timing
 from megatron_ext.train.datasets import DataCheck, blocks_of_run, share
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
@@ -51,35 +48,27 @@ def standard_callbacks(
     """
     config = run.config
     logging = config.logging
-    timed = logging.log_communication_share or logging.log_straggler
-    clock = CommunicationClock(run.device, run.groups.pp) if timed else None
-    stragglers = Stragglers(clock, run) if clock is not None and logging.log_straggler else None
+    measures = [measure for measures_of in brought("measures") for measure in measures_of(run)]
     parts = [] if config.model.num_experts is None else [ExpertLoad()]
     callbacks: list[Callback] = [
-        *([Communication(clock)] if clock is not None else []),
+        *measures,
         Status(status),
         *parts,
-        *([stragglers] if stragglers is not None else []),
         Profiling(StepProfiler.from_config(config, run.rank, run.device), open_range(config)),
         Reporting(
             _step_sinks(run),
             logging.tensorboard_log_interval,
             [*_log_sinks(run), *(sinks if run.is_last_rank else ())],
             logging.log_interval,
-            clock if logging.log_communication_share else None,
-            stragglers,
+            measures,
             parts,
         ),
     ]
     if is_recorded(config, run.rank):
         callbacks.append(MemoryHistory(config.profiling.memory_snapshot_path, run.rank, config.logging.log_interval))
     training = config.training
-    intervals = (training.check_weight_hash_across_dp_replicas_interval, training.check_replicated_weights_interval)
-    callbacks.append(ReplicaCheck(*intervals))
     if training.fp16 or training.loss_scale is not None:
         callbacks.append(Overflows(config))
-    if training.spike_threshold is not None:
-        callbacks.append(SpikeCheck(training.spike_threshold))
     if training.check_for_large_grads:
         callbacks.append(LargeGradients())
     if training.manual_gc:
@@ -105,12 +94,6 @@ def standard_callbacks(
         callbacks.append(Timing(run.timers, config.logging.log_interval))
     stops = (config.training.exit_interval, config.training.exit_duration_in_mins)
     callbacks.append(Stopping(signals, *stops, elastic=config.layout.elastic))
-    snapshot_interval = config.checkpoint.non_persistent_save_interval
-    if snapshot_interval is not None:
-        from megatron_ext.checkpoint.local.writer import SnapshotWriter
-        from megatron_ext.train.callbacks.checkpointing import Snapshots
-
-        callbacks.append(Snapshots(SnapshotWriter(run), snapshot_interval, config.checkpoint.save_interval))
     if config.checkpoint.save is not None:
         from megatron_ext.train.callbacks.checkpointing import Checkpointing
 

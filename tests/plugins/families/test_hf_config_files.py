@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext.checkpoint import safetensors as hf_safetensors
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
@@ -22,6 +21,7 @@ from megatron_ext.plugins import families
 from megatron_ext.plugins.families.hf_config import hf_config, read_hf_config
 from megatron_ext.plugins.families.registry import FAMILIES, family_of, obstacles
 from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
+from megatron_ext.plugins.huggingface import safetensors as hf_safetensors
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 from megatron_ext.train.configure import configure
 from tests.support.small_models import LLAMA, MAMBA, OLMO2, SCAN, small_config

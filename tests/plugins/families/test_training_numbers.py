@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.safetensors import create
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
@@ -14,6 +13,7 @@ from megatron_ext.plugins.families.hf_config import hf_config, read_hf_config
 from megatron_ext.plugins.families.registry import FAMILIES
 from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
 from megatron_ext.plugins.huggingface.importer import import_huggingface
+from megatron_ext.plugins.huggingface.safetensors import create
 from megatron_ext.train.configure import Configured, configure
 from tests.support.hf_models import quiet_transformers
 from tests.support.hf_shapes import MODELS

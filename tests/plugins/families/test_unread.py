@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.safetensors import create
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import DataError
 from megatron_ext.plugins.families.hf_config import read_hf_config
@@ -15,6 +14,7 @@ from megatron_ext.plugins.families.registry import FAMILIES
 from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 from megatron_ext.plugins.huggingface.importer import import_huggingface
+from megatron_ext.plugins.huggingface.safetensors import create
 from tests.support.hf_shapes import MODELS
 
 Shapes = Mapping[str, tuple[int, ...]]

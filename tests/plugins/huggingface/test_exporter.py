@@ -13,18 +13,19 @@ import pytest
 import torch
 import yaml
 
-from megatron_ext.checkpoint.copying import FileRange, Files
-from megatron_ext.checkpoint.native import checkpoint_manifest, single_process, torch_dist
+from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
-from megatron_ext.checkpoint.safetensors import create
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.parameter import Parameter
+from megatron_ext.plugins.checkpoint_tools import single_process
+from megatron_ext.plugins.checkpoint_tools.copying import FileRange, Files
 from megatron_ext.plugins.families.registry import family_of
 from megatron_ext.plugins.families.state_dict_mapping import ParameterMapping, RowRange
 from megatron_ext.plugins.huggingface import exporter, load_hf, saved_model
 from megatron_ext.plugins.huggingface.exporter import export_huggingface
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 from megatron_ext.plugins.huggingface.importer import import_huggingface
+from megatron_ext.plugins.huggingface.safetensors import create
 from megatron_ext.plugins.huggingface.saved_model import Piece, SavedModel
 from megatron_ext.tokenizer.simple import ByteTokenizer
 from tests.support.small_models import LLAMA as LLAMA_FLAGS

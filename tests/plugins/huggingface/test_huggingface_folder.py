@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_ext.checkpoint.safetensors import Entry, create
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plugins.families.registry import FAMILIES
 from megatron_ext.plugins.huggingface import huggingface_folder as hf_folder
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
+from megatron_ext.plugins.huggingface.safetensors import Entry, create
 from tests.support.hf_shapes import MODELS
 
 

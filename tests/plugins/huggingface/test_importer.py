@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.checkpoint import copying
 from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, converted
-from megatron_ext.checkpoint.native import single_process
-from megatron_ext.checkpoint.native.tensors import Tensors
-from megatron_ext.checkpoint.safetensors import create
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.checkpoint_tools import copying, single_process
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 from megatron_ext.plugins.families.hf_config import read_hf_config
 from megatron_ext.plugins.families.state_dict_mapping import state_dict_mapping
 from megatron_ext.plugins.huggingface import exporter, importer, saved_model
@@ -28,6 +26,7 @@ from megatron_ext.plugins.huggingface.commands import convert_checkpoint
 from megatron_ext.plugins.huggingface.exporter import export_huggingface
 from megatron_ext.plugins.huggingface.huggingface_folder import HFFolder
 from megatron_ext.plugins.huggingface.importer import import_huggingface
+from megatron_ext.plugins.huggingface.safetensors import create
 from megatron_ext.plugins.huggingface.saved_model import SavedModel
 from megatron_ext.train.configure import configure
 from tests.support.crashes import Disk

@@ -13,7 +13,7 @@ from megatron_ext.plugins.low_precision import linear
 from megatron_ext.plugins.low_precision.formats import E4M3, E5M2, Block, Element, Format, chosen_layers, recipe
 from megatron_ext.plugins.low_precision.linear import Multiplication, settings
 from megatron_ext.plugins.low_precision.products import product
-from megatron_ext.plugins.low_precision.quantize import Quantized, _largest, _rounded, quantize
+from megatron_ext.plugins.low_precision.quantize import Quantized, _rounded, largest_of_blocks, quantize
 from tests.support.several_models import end_layout
 from tests.support.small_models import LLAMA, build_small_model, small_config
 
@@ -191,7 +191,7 @@ def test_the_smallest_and_largest_numbers_have_a_scale() -> None:
 def test_what_rounds_is_one_graph_for_the_compiler(powers: bool) -> None:
     """As megatron-core's fused functions are on a GPU; here each operation of the graph is run as it is."""
     x = matrix(TOKENS, INPUTS, 1, torch.bfloat16)
-    functions: list[Any] = [_largest, _rounded]
+    functions: list[Any] = [largest_of_blocks, _rounded]
     compiled = [torch.compile(made, backend="aot_eager", fullgraph=True) for made in functions]
     expected = rounds(x, Block(1, 128), E5M2, powers_of_two=powers)
     largest = compiled[0](x, 1, 128)

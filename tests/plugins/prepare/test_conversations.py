@@ -8,10 +8,10 @@ import pytest
 
 from megatron_ext.data.mask import BEGINS, COUNTS
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.prepare.chat import END_OF_TEXT, ChatTemplate, Rendered
 from megatron_ext.plugins.prepare.conversations import ConversationFormat
 from megatron_ext.plugins.prepare.documents import Block, RawDocument, ReadPosition
 from megatron_ext.plugins.prepare.encode_conversations import ConversationEncoder, _by_offsets, _bytes
-from megatron_ext.tokenizer.chat import END_OF_TEXT, ChatTemplate, Rendered
 from megatron_ext.tokenizer.library import LibraryTokenizer
 from megatron_ext.tokenizer.simple import ByteTokenizer
 

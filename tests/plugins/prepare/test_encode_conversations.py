@@ -11,11 +11,11 @@ import pytest
 from megatron_ext.data.integrity import open_index
 from megatron_ext.data.mask import BEGINS, COUNTS, HEADER, Mask
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.plugins.prepare.chat import ChatTemplate
+from megatron_ext.plugins.prepare.chat_templates import TEMPLATES
 from megatron_ext.plugins.prepare.commands.inspect_dataset import main as inspect
 from megatron_ext.plugins.prepare.commands.merge_datasets import main as merge
 from megatron_ext.plugins.prepare.commands.preprocess_data import main as preprocess
-from megatron_ext.tokenizer.chat import ChatTemplate
-from megatron_ext.tokenizer.chat_templates import TEMPLATES
 from megatron_ext.untrusted.text import load_json
 from tests.support.hf_models import quiet_transformers
 from tests.support.instructions import OWN_TEMPLATE, alpaca_records, conversations, write_lines, write_tokenizer

@@ -4,7 +4,16 @@ import pytest
 
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.errors import ConfigurationError
-from megatron_ext.plugins.prove.draws import LAYOUTS_OF_A_MODEL, Draws, Layout, draw, reason, words
+from megatron_ext.plugins.prove.draws import (
+    LAYOUTS_OF_A_MODEL,
+    ONE_PROCESS,
+    Draws,
+    Layout,
+    draw,
+    mended,
+    reason,
+    words,
+)
 from megatron_ext.plugins.prove.parity import write_corpus
 from megatron_ext.registry import plugins
 
@@ -41,3 +50,20 @@ def test_what_a_layout_refuses_is_counted_by_its_reason(data: list[str]) -> None
     for number in range(8):
         draw(draws, number)
     assert draws.refused.total() > 0
+
+
+def test_a_refused_draw_is_changed_as_its_refusal_says(data: list[str]) -> None:
+    draws = Draws(7, data)
+    plain = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --train-iters 20 --lr 1e-3"
+    sizes = "--linear-key-head-dim 12 --linear-value-head-dim 10 --linear-num-key-heads 4 --linear-num-value-heads 8"
+    kind = f"--experimental-attention-variant gated_delta_net --linear-attention-freq 2 {sizes}"
+    pieces = (plain, "--micro-batch-size 1 --global-batch-size 8", kind)
+    with pytest.raises(ConfigurationError, match="add --disable-bias-linear") as refused:
+        draws.configured(pieces, ONE_PROCESS)
+    whole = mended(pieces, refused.value, keeps=(kind,))
+    assert whole == (*pieces, "--disable-bias-linear")
+    draws.configured(whole, ONE_PROCESS)
+    layout = Layout(2, ("--use-torch-fsdp2", "--ddp-bucket-size 1"))
+    with pytest.raises(ConfigurationError, match="leave --ddp-bucket-size out") as refused:
+        draws.configured(whole, layout)
+    assert mended(layout.pieces, refused.value) == ("--use-torch-fsdp2",)

@@ -5,15 +5,16 @@ others; a failure names the seed and the draw. The five hundred of the slow test
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.plugins.huggingface import exporter
 from megatron_ext.plugins.prove.draws import ONE_PROCESS, Draw, Draws, Layout, draw
 from megatron_ext.plugins.prove.parity import write_corpus
-from megatron_ext.plugins.prove.trials import Trials
+from megatron_ext.plugins.prove.trials import Trials, Verdict
+from tests.support import faults_found
 from tests.support import planted_faults as planted
 
 TODAY = int(datetime.now(UTC).strftime("%Y%m%d"))
@@ -81,53 +82,29 @@ def test_a_state_that_is_resumed_otherwise_is_found(folder: Path, data: list[str
     assert not verdict.is_rounding
 
 
-FAULTS = (
-    planted.shift_qkv,
-    planted.forget_sequence_parallel_mark,
-    planted.keep_the_gradient_of_shared_keys_apart,
-    planted.move_the_bias_by_local_counts,
-    planted.choose_groups_by_another_rank,
-    planted.scale_weights_of_experts_twice,
-    planted.skip_tied_embedding_reduction,
-    planted.read_tied_weights_before_their_gather,
-    planted.read_convolutions_before_their_gather,
-    planted.average_per_microbatch,
-    planted.count_tokens_of_own_rank_only,
-    planted.scale_depths_by_counts_of_own_rank,
-    planted.batch_sends_between_two_stages,
-    planted.double_the_gradient_of_one_expert,
-    planted.add_the_bias_of_experts_on_every_rank,
-    planted.weigh_no_bias_of_an_expert,
-    planted.keep_what_another_rank_would,
-    planted.give_each_rank_two_neighbouring_chunks,
-    planted.turn_the_ring_around,
-    planted.average_over_ranks,
-    planted.multiply_nothing_on_the_last_stage,
-    planted.add_the_bias_of_attention_on_every_rank,
-    planted.give_every_rank_the_slopes_of_the_first,
-    planted.count_positions_from_each_chunk,
-    planted.leave_out_the_sink_of_the_ring,
-    planted.gate_heads_in_the_order_of_the_last,
-    planted.leave_parts_of_the_momentum_on_their_ranks,
-    planted.leave_rows_of_the_momentum_on_their_ranks,
-    planted.take_means_of_parts,
-    planted.bound_the_products_of_own_tokens,
-    planted.look_at_the_keys_of_own_positions,
-    planted.rescale_rows_of_another_rank,
-    planted.give_every_rank_its_own_momentum,
-)
-"""Faults of layouts: those of one process alone would need no second layout to be seen."""
+LLAMA = (*SMALL, "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --norm-epsilon 1e-3")
+
+
+def test_an_export_is_what_was_trained(folder: Path, data: list[str]) -> None:
+    halves = Layout(2, ("--tensor-model-parallel-size 2 --sequence-parallel",))
+    assert Trials(folder / "exports", data).verdict(Draw(LLAMA, ONE_PROCESS, halves)) == Verdict((), (), exported=True)
+
+
+def test_an_export_that_says_another_model_is_found(
+    folder: Path, data: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = exporter.hf_config
+    monkeypatch.setattr(exporter, "hf_config", lambda *model: written(*model) | {"rms_norm_eps": 1e-2})
+    verdict = Trials(folder / "exports", data).verdict(Draw(LLAMA, ONE_PROCESS, ONE_PROCESS))
+    assert verdict.exported
+    assert [problem.split(" in place of ")[0][:46] for problem in verdict.problems] == [
+        "the export to llama has the validation loss 5."
+    ]
 
 
 # Slow: the two planted above are found in every run.
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", faults_found.FAULTS)
 def test_a_planted_fault_is_found_by_drawing(fault: Callable[[], None], folder: Path, data: list[str]) -> None:
-    """Within 300 draws; benchmarks/results/parity_fuzz.json has after how many."""
-    draws, sabotaged = Draws(300, data), Trials(folder / "planted", data, fault)
-    for number in range(300):
-        verdict = sabotaged.verdict(replace(draw(draws, number), kill=None))
-        if verdict.problems and not verdict.is_rounding:
-            print(f"{fault.__name__}: found by draw {number + 1}")
-            return
-    raise AssertionError(f"{fault.__name__} was not found in 300 draws")
+    """Within 300 draws; `tests/support/faults_found.py` records after how many."""
+    assert len([*faults_found.found([fault], Draws(300, data), Trials(folder / "planted", data), 300)]) == 1

@@ -14,7 +14,20 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_operations, gpu_peers, gpu_ranks, gpu_session, gpu_trial
-from benchmarks.gpu_cases import GRAPHED, GRAPHS, LLAMA, MATCHES, PHASES, RANKS, SMALL, SWITCHES, Case, cases
+from benchmarks.gpu_cases import (
+    GRAPHED,
+    GRAPHS,
+    LLAMA,
+    MATCHES,
+    PHASES,
+    RANKS,
+    SESSION,
+    SMALL,
+    SWITCHES,
+    Case,
+    cases,
+    parts,
+)
 from benchmarks.gpu_session import Session
 from megatron_ext.plugins.prove.cases import CASES
 from megatron_ext.train.configure import configure
@@ -241,7 +254,8 @@ def test_a_session_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pyte
     list_what_is_left = ["--device", "cpu", "--phase", "ranks", "--output", str(tmp_path), "--list", "--go-on"]
     assert gpu_session.main(list_what_is_left) == 0
     left = capsys.readouterr().out.splitlines()
-    assert left == [f"ranks: {case.name} (<= 60 s)" for case in planned if case.devices > 1]
+    part = {case.name: name for name, of_part in parts("cpu").items() for case in of_part if case.phase == "ranks"}
+    assert left == [f"ranks: {case.name} (<= 60 s, --phase {part[case.name]})" for case in planned if case.devices > 1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -311,3 +325,23 @@ def test_short_calls_are_timed_many_at_a_time(takes: float, asked: set[int], fou
     assert gpu_operations.median_milliseconds(lambda: count.append(None), clock) == pytest.approx(found)
     assert seen == asked
     assert len(count) == 13 * sum(asked)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_part_fits_a_session_by_its_limits(device: str) -> None:
+    """None is left out, none is twice, and their order is that of the phases."""
+    planned = parts(device)
+    assert max(sum(case.limit for case in part) for part in planned.values()) <= SESSION == 570.0
+    assert [case for part in planned.values() for case in part] == cases(device)
+    if device == "cuda":
+        assert {"facts", "smoke", "matches-1", "ranks-1", "switches-1", "peers"} <= {*planned}
+
+
+def test_a_part_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_session.main(["--phase", "matches-2", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed == [
+        f"matches: {case.name} (<= {case.limit:g} s, --phase matches-2)" for case in parts("cuda")["matches-2"]
+    ]
+    assert gpu_session.main(["--phase", "matches", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len([case for case in cases("cuda") if case.phase == "matches"])

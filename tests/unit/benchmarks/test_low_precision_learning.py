@@ -1,14 +1,20 @@
 """Gaps, intervals and the picture of the learning benchmark; one model of each size starts."""
 
+import json
 import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.low_precision_learning import COMMON, RUNS, SHAPES, corpus, gap, page, picture
+from benchmarks import low_precision_learning
+from benchmarks.low_precision_learning import COMMON, RUNS, SHAPES, corpus, gap, main, page, picture
 from benchmarks.recording import heading
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.resolve import Facts, resolve
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import count
 from megatron_ext.rules.validate import problems
 
@@ -41,4 +47,44 @@ def test_every_model_takes_every_format(size: str, shape: str) -> None:
         config = resolve({**parse(words).values, "world_size": 1, "device": "cpu"}, facts)
         assert not problems(config, facts)
         assert count(config) == pytest.approx(float(size[0]) * 1e6, rel=0.25)
-    assert len(corpus()) > 1_000_000
+    assert len(corpus("HEAD")) > 1_000_000
+
+
+def test_a_record_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another day, too: what the file has is not trained again, and the text stays the text of its commit."""
+    trained: list[str] = []
+
+    def measured(words: Sequence[str], steps: int) -> float:
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append(" ".join(words))
+        return 2.0 + 0.01 * len(trained)
+
+    monkeypatch.setattr(low_precision_learning, "measured", measured)
+    arguments = ["--seeds", "2", "--steps", "10", "--only", "nvfp4$", "--output", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments)
+    [record] = tmp_path.glob("*.json")
+    earlier = record.rename(tmp_path / "low_precision_learning-2026-01-02.json")
+    begun = {**json.loads(earlier.read_text()), "date": "2026-01-02"}
+    earlier.write_text(json.dumps(begun))
+    first = [trained.pop() for _ in range(3)]
+    assert main(arguments) == 0
+    assert len(trained) == 1
+    assert trained[0] not in first
+    found = json.loads(earlier.read_text())
+    assert found["text"] == begun["text"]
+    assert {name: sorted(losses) for name, losses in found["models"]["1M dense"].items()} == {
+        name: ["1234", "1235"] for name in ("bf16", "nvfp4")
+    }
+    with pytest.raises(ConfigurationError, match=re.escape("use --steps 10, or another")):
+        main([*arguments, "--steps", "20"])
+
+
+def test_what_is_there_is_drawn_without_a_run(tmp_path: Path) -> None:
+    record = {**heading(), "text": "HEAD", "steps": 1000, "models": {"4M experts": FOUND}}
+    stem = tmp_path / f"low_precision_learning-{record['date']}"
+    stem.with_suffix(".json").write_text(json.dumps(record))
+    assert main(["--seeds", "0", "--output", str(tmp_path)]) == 0
+    assert "| 4M experts | nvfp4 | 3 |" in stem.with_suffix(".md").read_text()
+    assert stem.with_suffix(".svg").read_text().count("<circle") == 3

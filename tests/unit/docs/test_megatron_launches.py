@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.compat.megatron_options import earlier_options, megatron_options
+from megatron_ext.plugins.megatron_lm.megatron_options import earlier_options, megatron_options
 from tests.support.megatron_launches import Outcome, Recorded, launches_page, other_launches, replay, words, world_size
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,7 +139,7 @@ def test_example_scripts_of_megatron_lm_start_as_they_stand():
     assert {outcome.features for outcome in found.values()} == {()}
     llama = found["train_llama3_8b_h100_fp8.sh"]
     told = {warning.split()[0] for warning in llama.warnings if "fp8" in warning}
-    assert told == {"--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather"}
+    assert told == {"--fp8-amax-history-len", "--fp8-amax-compute-algo"}
     assert "train_llama3_8b_h100_fp8.sh (DTYPE=bf16)" in found
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.compat.megatron_options import MegatronOption, earlier_options, megatron_options
 from megatron_ext.config.parse.arguments import read
+from megatron_ext.config.parse.other_flags import OtherOption
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.megatron_lm.megatron_options import earlier_options, megatron_options
 from megatron_ext.rules.validate import RULES, problems
 from megatron_ext.train.configure import configure
 from tests.support.fixes import CommandLine, command_line, fixes, words
@@ -185,7 +186,7 @@ def test_the_fix_of_a_refused_flag_works(model: str) -> None:
     assert printed > 200  # fewer with everything that is built
 
 
-def _words(option: MegatronOption) -> tuple[str, ...]:
+def _words(option: OtherOption) -> tuple[str, ...]:
     """Return words for a flag that do not ask for nothing."""
     return ("7",) if option.most_values else ()
 

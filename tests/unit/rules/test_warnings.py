@@ -14,6 +14,15 @@ from tests.support.small_models import config_with
     [
         ({}, {}, None, []),
         (
+            {"optimizer": {"exp_avg_sq_dtype": "bf16", "adam_beta2": 0.999}},
+            {},
+            None,
+            ["--exp-avg-sq-dtype bf16 with --adam-beta2 0.999"],
+        ),
+        ({"optimizer": {"exp_avg_sq_dtype": "bf16", "adam_beta2": 0.996}}, {}, None, []),
+        ({"optimizer": {"exp_avg_sq_dtype": "fp16", "adam_beta2": 0.999}}, {}, None, []),
+        ({"optimizer": {"exp_avg_dtype": "bf16", "adam_beta2": 0.999}}, {}, None, []),
+        (
             {"checkpoint": {"use_checkpoint_args": True, "load": "ckpt"}},
             {},
             None,

@@ -157,7 +157,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     ),
     "megatron-core: a blend of 10 samples has 8, 3 and 2": Behaviour("data/shuffled_order.py", _sizes_of_a_blend),
     "megatron-core: the common state of a checkpoint is an entry, and there is no common.pt": Behaviour(
-        "checkpoint/native/single_process.py", _common_state
+        "plugins/checkpoint_tools/single_process.py", _common_state
     ),
 }
 """By what is relied on."""

@@ -12,11 +12,11 @@ from tokenizers import pre_tokenizers
 
 from megatron_ext.plugins.prepare import preprocess
 from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
+from megatron_ext.plugins.prepare.tokenizer_training import train_sentencepiece
 from megatron_ext.tokenizer.encode_many import _Gigatoken, fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.guarded_encoder import Guarded, SpecialPieces, has_unassigned, joined, special_texts
 from megatron_ext.tokenizer.tokenizer_protocol import Text, as_string
-from megatron_ext.tokenizer.tokenizer_training import train_sentencepiece
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
 HF = str(GOLDEN / "hf_bpe")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.parse.reference import pinned_command_line
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.megatron_lm.reference import pinned_command_line
 from tests.support.wrong_flags import EXAMPLES
 from tools import make_docs
 

@@ -1,8 +1,10 @@
 """`from megatron_ext import pretrain`: what it takes, returns and raises, and that it is light to import."""
 
 import functools
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 
 import megatron_ext
-from megatron_ext import pretrain
+from megatron_ext import convert, pretrain
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.families.llama import LLAMA
 from megatron_ext.registry import functions, load
 from megatron_ext.untrusted.metrics_rows import HAS_ITERATION, read_lines
 
@@ -110,3 +113,26 @@ def test_what_is_wrong_is_raised(wrong: dict[str, Any], said: str) -> None:
 def test_a_weight_decay_that_a_class_does_not_read_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     pretrain(RUN, optimizer=HeavyBall, weight_decay=0.1, train_iters=1, eval_interval=0)
     assert "--weight-decay 0.1 changes nothing here: HeavyBall has no weight_decay" in capsys.readouterr().err
+
+
+def test_a_family_of_ones_own_is_written_and_read(tmp_path: Path) -> None:
+    shape = {
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+    }
+    mine = replace(LLAMA, model_type="my_llama", architecture="MyLlamaForCausalLM")
+    plain = {**RUN, "hidden_dropout": 0, "attention_dropout": 0}
+    model, run = {**plain, **shape, "hf_model_type": "my_llama"}, str(tmp_path / "run")
+    pretrain(model, save=run, save_interval=4, families=[mine])
+    folder = convert("to-hf", load=run, save=str(tmp_path / "hf"), no_verify=True, families=[mine])
+    described = json.loads((folder / "config.json").read_text())
+    assert (described["model_type"], described["architectures"]) == ("my_llama", ["MyLlamaForCausalLM"])
+    # The same weights, and the same first batch.
+    read = pretrain(plain, load_hf=str(folder), families=[mine])
+    assert read.losses[0] == pretrain(model, load=run, finetune=True, families=[mine]).losses[0]
+    with pytest.raises(ConfigurationError, match="my_llama"):
+        pretrain(plain, load_hf=str(folder))
+    with pytest.raises(ConfigurationError, match="families= has 'llama', which is no Family"):
+        pretrain(model, families=["llama"])

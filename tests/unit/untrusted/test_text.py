@@ -18,13 +18,13 @@ import pytest
 from backports import zstd
 
 from megatron_ext.checkpoint.native import checkpoint_manifest
-from megatron_ext.checkpoint.safetensors import read_header
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.saved import read_saved
 from megatron_ext.data.data_record import read_record
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plugins.families.hf_config import read_hf_config
 from megatron_ext.plugins.huggingface.huggingface_folder import _index
+from megatron_ext.plugins.huggingface.safetensors import read_header
 from megatron_ext.plugins.migrate.translate import read
 from megatron_ext.plugins.prepare import documents
 from megatron_ext.plugins.prepare.inputs import find_files

@@ -11,6 +11,7 @@ Megatron-DeepSpeed and GPT-NeoX save, and of ZeRO's shards keeps Adam's state (d
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from megatron_ext.commandline import ToolParser
 from megatron_ext.config.parse.settings import Settings, words_of
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plugins.huggingface.importers import importers
-from megatron_ext.registry import load
+from megatron_ext.registry import load, with_own
 from megatron_ext.terminal import say
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def convert(direction: str, settings: Settings = None, /, **flags: Any) -> Path:
+def convert(direction: str, settings: Settings = None, /, *, families: Sequence[Any] = (), **flags: Any) -> Path:
     """Convert between checkpoints and folders of others, in this process, and return the folder that was written.
 
         convert("to-hf", load="run", save="model-hf", dtype="bf16")
@@ -46,12 +47,14 @@ def convert(direction: str, settings: Settings = None, /, **flags: Any) -> Path:
     Args:
         direction: "to-hf", "from-hf", or another direction that `megatron-ext convert --help` lists.
         settings: a dict of settings by the flags' names, or flags as on a command line.
+        families: families of Hugging Face models beyond the program's, as `pretrain` takes them.
         flags: settings as keywords, which win over `settings`.
     Raises:
         ConfigurationError: the settings cannot work, or no family of Hugging Face computes as the model does.
         DataError: what was written computes otherwise than the checkpoint.
     """
-    return _converted([direction.replace("_", "-"), *words_of(settings, flags, _parser().knows)])
+    with with_own("families", families):
+        return _converted([direction.replace("_", "-"), *words_of(settings, flags, _parser().knows)])
 
 
 def _parser() -> ToolParser:

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.checkpoint.dtypes import ARRAYS
-from megatron_ext.checkpoint.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.catalogue import EMBEDDING_NORM, OUTPUT_LAYER, POSITION_EMBEDDINGS, WORD_EMBEDDINGS
+from megatron_ext.plugins.huggingface.safetensors import Entry
 from megatron_ext.plugins.migrate.deepspeed_checkpoint import torch_file
 from megatron_ext.plugins.migrate.deepspeed_checkpoint.optimizer_files import (
     SHARD_FILE,

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.checkpoint.copying import BLOCK, ComputedBytes, FilePart
 from megatron_ext.checkpoint.dtypes import ARRAYS, WIDTH, converted
-from megatron_ext.checkpoint.native.single_process import Item, items, write_checkpoint
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import DataError
 from megatron_ext.parts import slices
 from megatron_ext.parts.catalogue import WORD_EMBEDDINGS, parameters
 from megatron_ext.parts.parameter import Parameter
+from megatron_ext.plugins.checkpoint_tools.copying import BLOCK, ComputedBytes, FilePart
+from megatron_ext.plugins.checkpoint_tools.single_process import Item, items, write_checkpoint
 from megatron_ext.plugins.migrate.deepspeed_checkpoint.deepspeed_folder import DeepSpeedFolder, Shard
 from megatron_ext.terminal import say, tracked
 

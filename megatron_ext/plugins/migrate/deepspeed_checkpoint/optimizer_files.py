@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.checkpoint.copying import BLOCK
 from megatron_ext.checkpoint.dtypes import converted
-from megatron_ext.checkpoint.safetensors import Entry
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.plugins.checkpoint_tools.copying import BLOCK
+from megatron_ext.plugins.huggingface.safetensors import Entry
 from megatron_ext.plugins.migrate.deepspeed_checkpoint import torch_file
 from megatron_ext.untrusted.untrusted_folder import file_inside
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_ext.checkpoint.dtypes import WIDTH
 from megatron_ext.checkpoint.native.torch_archive import dtype_of_storage, find_records
-from megatron_ext.checkpoint.safetensors import Entry
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.huggingface.safetensors import Entry
 from megatron_ext.untrusted import inert_pickle
 from megatron_ext.untrusted.inert_pickle import Global, Made, Stored
 

@@ -30,8 +30,8 @@ from megatron_ext.data.mask import Mask
 from megatron_ext.data.stored import exists, open_bin
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.plugins.pages import charts
+from megatron_ext.plugins.prepare.tokenizer_flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.terminal import in_colour, printable, say, warn
-from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.tokenizer.tokenizer_record import describe_tokenizer

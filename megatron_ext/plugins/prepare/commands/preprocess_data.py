@@ -23,13 +23,13 @@ from collections.abc import Iterator
 
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prepare.chat_templates import TEMPLATES
 from megatron_ext.plugins.prepare.conversations import DATA_FORMATS
 from megatron_ext.plugins.prepare.inputs import EXTENSIONS
 from megatron_ext.plugins.prepare.journal import Progress
 from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
+from megatron_ext.plugins.prepare.tokenizer_flags import add_tokenizer_flags, tokenizer_values
 from megatron_ext.terminal import bar, note, status, warn
-from megatron_ext.tokenizer.chat_templates import TEMPLATES
-from megatron_ext.tokenizer.flags import add_tokenizer_flags, tokenizer_values
 
 _ORDER = "documents are written in the order of the input, whatever encodes them"
 _SENTENCES = "documents are not split into sentences"

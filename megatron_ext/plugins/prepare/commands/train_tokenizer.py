@@ -14,14 +14,14 @@ from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import DataError
 from megatron_ext.plugins.prepare.documents import RawDocument, read_documents
 from megatron_ext.plugins.prepare.inputs import EXTENSIONS, find_files
-from megatron_ext.terminal import note, say
-from megatron_ext.tokenizer.tokenizer_protocol import Text, as_string
-from megatron_ext.tokenizer.tokenizer_training import (
+from megatron_ext.plugins.prepare.tokenizer_training import (
     TRAINABLE_TYPES,
     sample_texts,
     train_bytelevel_bpe,
     train_sentencepiece,
 )
+from megatron_ext.terminal import note, say
+from megatron_ext.tokenizer.tokenizer_protocol import Text, as_string
 
 
 def main(argv: list[str]) -> int:

@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="begin no draw after so many minutes")
     parser.add_argument("--as-drawn", action="store_true", help="leave draws that differ as large as they are")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="add what was found to a JSON list")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="add what was found to a JSON list, after each draw"
+    )
     parser.add_argument(
         "--first", metavar="'RANKS FLAGS'", help="the layout of one draw, whose model's flags follow --"
     )
@@ -106,6 +108,8 @@ class _Fuzzing:
     exported: int = 0
     differences: list[dict[str, Any]] = field(default_factory=list)
     rounding: list[dict[str, Any]] = field(default_factory=list)
+    earlier: list[Any] | None = None
+    """Records of earlier runs in the file of --record, once it has been read."""
 
     def __post_init__(self) -> None:
         from megatron_ext.plugins.prove.parity import write_corpus
@@ -123,6 +127,8 @@ class _Fuzzing:
             if time.monotonic() - begun >= limit:
                 break
             self.try_draw(number, draw(self.draws, number))
+            if self.options.record is not None:
+                self._record(time.monotonic() - begun)
         seconds = time.monotonic() - begun
         say(
             f"{self.ran} draws of seed {self.options.seed} ran, {60.0 * self.ran / seconds:.1f} a minute: "
@@ -131,8 +137,6 @@ class _Fuzzing:
         )
         for reason, times in self.draws.refused.most_common(5):
             say(f"  {times:4d}  {reason}")
-        if self.options.record is not None:
-            self._record(seconds)
 
     def try_draw(self, number: int | None, drawn: Draw) -> None:
         """Train a draw, and say where it differs."""
@@ -177,10 +181,12 @@ class _Fuzzing:
         return smaller(drawn, differs)
 
     def _record(self, seconds: float) -> None:
-        """Add what was found to the file of --record."""
+        """Write what was found, after what was in the file of --record: a run that is stopped keeps its draws."""
         path = self.options.record
-        runs = load_json(read_file(path, most=_LARGEST_RECORD)) if path.exists() else []
-        runs.append(
+        if self.earlier is None:
+            self.earlier = load_json(read_file(path, most=_LARGEST_RECORD)) if path.exists() else []
+        runs = [
+            *self.earlier,
             {
                 "date": datetime.now(UTC).strftime("%Y-%m-%d"),
                 "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}",
@@ -194,6 +200,6 @@ class _Fuzzing:
                 "differences": self.differences,
                 "rounding": self.rounding,
                 "refused": dict(self.draws.refused.most_common()),
-            }
-        )
+            },
+        ]
         write_output("--record", path, json.dumps(runs, indent=1) + "\n")

@@ -23,8 +23,9 @@ from megatron_ext.config.parse.options import options_by_flag
 from megatron_ext.config.parse.settings import Settings, words_of
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prepare.chat_templates import TEMPLATES
+from megatron_ext.registry import with_own
 from megatron_ext.terminal import say
-from megatron_ext.tokenizer.chat_templates import TEMPLATES
 
 if TYPE_CHECKING:
     from megatron_ext.plugins.tasks.generation import Generated
@@ -41,7 +42,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def generate(prompts: str | Sequence[str], settings: Settings = None, /, **flags: Any) -> "list[Generated]":
+def generate(
+    prompts: str | Sequence[str], settings: Settings = None, /, *, families: Sequence[Any] = (), **flags: Any
+) -> "list[Generated]":
     """Let a trained model go on from prompts, in this process, and return an answer for each prompt.
 
         [answer] = generate("Once upon a time", load="run", num_tokens_to_generate=64, temperature=0.8)
@@ -53,6 +56,7 @@ def generate(prompts: str | Sequence[str], settings: Settings = None, /, **flags
     Args:
         prompts: a text, or several. Of a model without a tokenizer of text, token ids: "5 17 42".
         settings: a dict of settings by the flags' names, or flags as on a command line.
+        families: families of Hugging Face models beyond the program's, as `pretrain` takes them.
         flags: settings as keywords, which win over `settings`.
     Raises:
         ConfigurationError: the settings cannot work, or a prompt cannot be encoded.
@@ -62,7 +66,8 @@ def generate(prompts: str | Sequence[str], settings: Settings = None, /, **flags
     def answer(leader: "Leader", options: Any, sampling: "Sampling") -> "list[Generated]":
         return _generated(leader, asked, options, sampling)
 
-    return _led(words_of(settings, flags, _parser().knows), answer) or []
+    with with_own("families", families):
+        return _led(words_of(settings, flags, _parser().knows), answer) or []
 
 
 def _led[Result](argv: list[str], ask: "Callable[[Leader, Any, Sampling], Result]") -> "Result | None":
@@ -227,7 +232,7 @@ def encoder(model: Any, template: str | None) -> "Encoder":
     if template is not None:
         if tokenizer is None:
             raise ConfigurationError("--chat-template needs the model's tokenizer; name it with --tokenizer-type")
-        from megatron_ext.tokenizer.chat import chat_template
+        from megatron_ext.plugins.prepare.chat import chat_template
 
         chat = chat_template(template, tokenizer)
 

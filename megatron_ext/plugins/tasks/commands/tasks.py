@@ -15,6 +15,7 @@ item of a file counts once, whatever the layout.
 import argparse
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from megatron_ext.config.parse.settings import Settings, words_of
 from megatron_ext.durable import replacing
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.tasks.eval_tasks import KINDS, EvalTask, read_eval_tasks
+from megatron_ext.registry import with_own
 from megatron_ext.terminal import say
 
 if TYPE_CHECKING:
@@ -41,7 +43,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def evaluate(settings: Settings = None, /, **flags: Any) -> dict[str, dict[str, float]]:
+def evaluate(
+    settings: Settings = None, /, *, families: Sequence[Any] = (), **flags: Any
+) -> dict[str, dict[str, float]]:
     """Evaluate a trained model on local files, in this process, and return task -> metric -> value.
 
         evaluate(load="run", task="PERPLEXITY", valid_data="wiki.txt")["perplexity"]["word_perplexity"]
@@ -53,12 +57,14 @@ def evaluate(settings: Settings = None, /, **flags: Any) -> dict[str, dict[str, 
 
     Args:
         settings: a dict of settings by the flags' names, or flags as on a command line.
+        families: families of Hugging Face models beyond the program's, as `pretrain` takes them.
         flags: settings as keywords, which win over `settings`.
     Raises:
         ConfigurationError: the settings cannot work; the text names every problem.
         DataError: a file of a task is present but wrong.
     """
-    return _evaluated(words_of(settings, flags, _parser().knows))[1]
+    with with_own("families", families):
+        return _evaluated(words_of(settings, flags, _parser().knows))[1]
 
 
 def _evaluated(argv: list[str]) -> tuple[int, dict[str, dict[str, float]]]:

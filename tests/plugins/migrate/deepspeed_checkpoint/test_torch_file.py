@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.checkpoint.safetensors import Entry
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.huggingface.safetensors import Entry
 from megatron_ext.plugins.migrate.deepspeed_checkpoint import torch_file
 
 

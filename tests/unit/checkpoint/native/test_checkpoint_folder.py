@@ -23,11 +23,11 @@ from megatron_ext.checkpoint.native.checkpoint_folder import (
     write_tracker,
 )
 from megatron_ext.checkpoint.native.safe_reading import SafeReader, no_code_from_files
-from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.checkpoint.native.torch_archive import archive, plain, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
 from megatron_ext.config.schema import DataConfig
 from megatron_ext.errors import DataError
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 from megatron_ext.plugins.migrate.megatron_lm_checkpoint.saved_flags import read_args
 from megatron_ext.train.configure import configure
 from megatron_ext.untrusted.untrusted_folder import check_folder, file_inside, is_plain, read_inside

@@ -15,9 +15,9 @@ from megatron_ext.checkpoint.native import checkpoint_manifest, checkpoint_state
 from megatron_ext.checkpoint.native.checkpoint_folder import TRACKER, saved_iterations
 from megatron_ext.checkpoint.native.load_checkpoint import load_checkpoint
 from megatron_ext.checkpoint.native.save import Kept, Save, save_checkpoint
-from megatron_ext.checkpoint.native.tensors import Tensors
 from megatron_ext.errors import StorageError
 from megatron_ext.parts.layer import ResidualLayer
+from megatron_ext.plugins.checkpoint_tools.tensors import Tensors
 from tests.support.checkpoints import FLAGS, train, trained_alone
 from tests.support.operator_calls import Calls, aten
 from tests.support.run_state import state_hash

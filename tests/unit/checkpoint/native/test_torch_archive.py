@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_ext.checkpoint import copying
 from megatron_ext.checkpoint import dtypes as bits
 from megatron_ext.checkpoint.dtypes import DTYPES
 from megatron_ext.checkpoint.native import torch_dist
 from megatron_ext.checkpoint.native.torch_archive import archive, place_of_elements, tensor_pickle
 from megatron_ext.checkpoint.native.torch_dist import Chunk, Tensor
+from megatron_ext.plugins.checkpoint_tools import copying
 
 ROOT = Path(__file__).resolve().parents[4]
 

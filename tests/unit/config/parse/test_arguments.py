@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.parse.arguments import Typed, parse
-from megatron_ext.config.parse.reference import pinned_command_line
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.megatron_lm.reference import pinned_command_line
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.config.compat import old_spellings
 from megatron_ext.config.parse.help_text import about
 from megatron_ext.config.parse.options import flag_of, options, options_by_flag
+from megatron_ext.config.parse.other_flags import find_spelling
 from megatron_ext.config.parse.usual_flags import COUNTED, FIRST_TRY, USUAL
 from tests.support.megatron_launches import Recorded, other_launches
 
@@ -65,7 +65,7 @@ def _fields_of(words: Sequence[str]) -> set[str]:
     """Return the flags of a launch by their present names, without hyphens."""
     flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     named = {options_by_flag()[flag].flag for flag in flags if flag in options_by_flag()}
-    named |= {flag_of(old[0]) for flag in flags - named if (old := old_spellings.find(flag)) is not None}
+    named |= {flag_of(old[0]) for flag in flags - named if (old := find_spelling(flag)) is not None}
     return {flag.removeprefix("--") for flag in named}
 
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.compat import megatron_options, old_spellings
-from megatron_ext.config.compat.megatron_options import MegatronOption
-from megatron_ext.config.parse import help_text
+from megatron_ext.config.parse import help_text, other_flags
 from megatron_ext.config.parse.arguments import parse, read
 from megatron_ext.config.parse.help_text import about, default_text
 from megatron_ext.config.parse.options import options_by_flag, options_by_name, read_texts, read_yaml_value
-from megatron_ext.config.parse.other_flags import advice
-from megatron_ext.config.parse.reference import other_default
+from megatron_ext.config.parse.other_flags import OtherOption, advice
 from megatron_ext.errors import listed
+from megatron_ext.plugins.megatron_lm import megatron_options
+from megatron_ext.plugins.megatron_lm.reference import other_default
 
 FULL = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -340,17 +339,17 @@ def test_the_tables_of_megatrons_options() -> None:
     assert [tuple(values.values())[:6] for values in found.values()] == expected
     with pytest.raises(AssertionError, match="--a is listed twice"):
         megatron_options._read_tables(((("one", "--a"), ("two", "--a N")), True))
-    known = [megatron_options.find(flag) for flag in ("--use-mcore-models", "--extra-vocab-size", "--seed")]
+    known = [other_flags.find_option(flag) for flag in ("--use-mcore-models", "--extra-vocab-size", "--seed")]
     assert [None if option is None else option.flag for option in known] == [
         "--use-mcore-models",
         "--extra-vocab-size",
         None,
     ]
-    assert old_spellings.find("--encoder-num-layers") == ("num_layers", None)
-    assert old_spellings.find("--wandb-name") == ("wandb_exp_name", None)
-    assert old_spellings.taken_value("tokenizer_type", "Llama2Tokenizer") == ("SentencePieceTokenizer", None)
-    assert old_spellings.taken_value("tokenizer_type", "llama2tokenizer") == ("llama2tokenizer", None)
-    assert old_spellings.taken_value("normalization", "rmsnorm") == ("RMSNorm", None)
+    assert other_flags.find_spelling("--encoder-num-layers") == ("num_layers", None)
+    assert other_flags.find_spelling("--wandb-name") == ("wandb_exp_name", None)
+    assert other_flags.taken_value("tokenizer_type", "Llama2Tokenizer") == ("SentencePieceTokenizer", None)
+    assert other_flags.taken_value("tokenizer_type", "llama2tokenizer") == ("llama2tokenizer", None)
+    assert other_flags.taken_value("normalization", "rmsnorm") == ("RMSNorm", None)
     assert other_default("--exit-signal-handler") is not None
     assert other_default("--transformer-impl") is not None
     assert other_default("--hidden-size") is None
@@ -372,7 +371,7 @@ def test_the_tables_of_megatrons_options() -> None:
     ],
 )
 def test_what_asks_for_nothing_passes_silently(neutral: str | None, values: list[str], silent: bool) -> None:
-    option = MegatronOption("--flag", "because", accepted=True, most_values=1, neutral=neutral)
+    option = OtherOption("--flag", "because", accepted=True, most_values=1, neutral=neutral)
     assert option.is_neutral(values) == silent
 
 

@@ -1,1 +1,0 @@
-"""Names of options in other programs and versions, and their treatment here."""

@@ -1,0 +1,1 @@
+"""The commands that this plugin adds to `megatron-ext`, a file for each."""
