@@ -83,14 +83,14 @@ def muon_settings(_given: Given, config: Config, _facts: Facts) -> Iterator[str]
 
 
 def short_second_moment(_given: Given, config: Config, _facts: Facts) -> Iterator[str]:
-    """Warn of a second moment in bf16 that never falls: bf16 has 8 bits, so that a value just above a power of two stays
-    as it is where a step takes away less than 1/256 of it."""
+    """Warn of a second moment in bf16 that never falls: bf16 has 8 bits, so that a value just above a power of two
+    stays as it is where a step takes away less than 1/256 of it."""
     optimizer = config.optimizer
     if optimizer.exp_avg_sq_dtype == "bf16" and 1 - optimizer.adam_beta2 < 2.0**-8:
         yield (
             f"--exp-avg-sq-dtype bf16 with --adam-beta2 {optimizer.adam_beta2:g}: bf16 is too coarse for what a step "
-            "changes, so that the second moment may not fall again after large gradients, and stops early on its way up; "
-            "--exp-avg-sq-dtype fp16 is fine enough, and so is --adam-beta2 0.95"
+            "changes, so that the second moment may not fall again after large gradients, and stops early on its way "
+            "up; --exp-avg-sq-dtype fp16 is fine enough, and so is --adam-beta2 0.95"
         )
 
 

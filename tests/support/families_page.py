@@ -3,9 +3,9 @@
 import importlib
 import re
 
-from megatron_ext.markup import table
 from megatron_ext.plugins import families
 from megatron_ext.plugins.families.registry import FAMILIES
+from megatron_ext.plugins.pages.markup import table
 
 _TABLE = re.compile(r"^\| family \|.*?\n(?=\n)", re.DOTALL | re.MULTILINE)
 

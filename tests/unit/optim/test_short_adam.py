@@ -34,6 +34,6 @@ def test_a_second_moment_in_bf16_stops_at_a_quarter_of_equal_squares(
     [("fp32", 0.999, True), ("fp16", 0.999, True), ("bf16", 0.95, True), ("bf16", 0.996, True), ("bf16", 0.999, False)],
 )
 def test_a_second_moment_in_bf16_does_not_fall_after_a_large_gradient(dtype: str, beta2: float, falls: bool) -> None:
-    """Two thousand gradients of zero leave 0.135 of it or less, but in bf16 all of it, with the beta2 that is warned of."""
+    """After 2,000 gradients of zero 0.135 of it or less is left, but in bf16 all of it, with the beta2 warned of."""
     first, last = (_second_moment(dtype, beta2, [1.0] + [0.0] * zeros) for zeros in (0, 2000))
     assert (last < 0.14 * first) if falls else (last == first)
