@@ -9,8 +9,8 @@ from megatron_ext.registry import with_own
 
 
 def drafted_logits(draft: str, folders: Sequence[str], tokens: list[list[int]]) -> list[torch.Tensor | str]:
-    """Return for each folder our logits [batch, sequence, vocabulary] in fp32, or why it cannot be read; meanwhile the
-    draft is the family of its type.
+    """Return for each folder our logits [batch, sequence, vocabulary] in fp32, or why it cannot be read. It needs a
+    process of its own, whose torch it adapts.
 
     Args:
         draft: text of the family's module.

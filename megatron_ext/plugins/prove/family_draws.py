@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.schema import Config, ModelConfig
+from megatron_ext.parts.stack import layers
 from megatron_ext.plugins.families.family import Family
 from megatron_ext.plugins.families.registry import FAMILIES, obstacles
 
@@ -45,7 +46,7 @@ def with_flags_of(family: Family, pieces: Sequence[str], config: Config) -> tupl
     if model.is_sinkhorn:
         changed |= {"moe_router_load_balancing_type": None, "moe_aux_loss_coeff": None}
     if changed.get("hybrid_layer_pattern", "none") is None:
-        changed["num_layers"] = model.num_layers  # which the pattern said
+        changed["num_layers"] = len(layers(config))  # which the pattern said
     kept = (_without(piece, {*map(flag_of, changed)}) for piece in pieces)
     usual = {one.name: one.default for one in dataclasses.fields(ModelConfig)}
     own = [_said(name, value) for name, value in changed.items() if value != usual[name]]
