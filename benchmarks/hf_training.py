@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cpu_speed import TOLERANCE, Block, Turns, start
-from benchmarks.recording import heading, sentence, tell
+from benchmarks.recording import heading, keep, sentence
 
 LAYERS, HIDDEN, VOCABULARY, BATCH, SEQUENCE = 4, 256, 1024, 4, 256
 COMPARED = 3
@@ -55,8 +55,12 @@ _COMMON = {
 _POSITIONS = {"max_position_embeddings": SEQUENCE}
 _HEADS = _POSITIONS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 704}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
-_DELTA_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-_DELTA = _DELTA_HEADS | {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 _LATENT = {"q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64}
 _ROUTED = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -140,7 +144,9 @@ def run_ours(pipe: Connection, contestant: Contestant, folder: str, steps: int) 
     class TakesTurns(Callback):
         def on_step_begin(self, trainer: Trainer) -> None:
             if trainer.run.state.iteration == 0:
-                batches = [trainer.run.loaders.train.global_batch(step * BATCH, 1)[0] for step in range(steps)]
+                batches: list[Any] = [
+                    trainer.run.loaders.train.global_batch(step * BATCH, 1)[0] for step in range(steps)
+                ]
                 pipe.send([(batch.tokens.numpy(), batch.labels.numpy()) for batch in batches])
             turns.before_step()
 
@@ -296,8 +302,9 @@ def main() -> None:
             sys.exit(f"{family}: the losses differ from ours by {far}, more than {TOLERANCE}: not the same training")
         found["blocks"] = {name: [asdict(one) for one in of] for name, of in found["blocks"].items()}
         record["families"][family] = found
+        if given.output is not None:  # what there is by now: a family that fails loses none of those before it
+            keep(given.output, "hf_training", record, report(record))
         print(report(record | {"families": {family: found}}), flush=True)
-    tell(given.output, "hf_training", record, report(record))
 
 
 if __name__ == "__main__":

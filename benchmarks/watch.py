@@ -191,9 +191,9 @@ def snapshots(folder: str) -> dict[str, float]:
     from statistics import median
 
     from megatron_ext.plugins.snapshots import writer
+    from megatron_ext.plugins.snapshots.take import Snapshots
     from megatron_ext.plugins.snapshots.writer import SnapshotWriter
     from megatron_ext.resilience.process_end import RunStatus
-    from megatron_ext.train.callbacks.checkpointing import Snapshots
 
     seconds: dict[str, list[float]] = {}
     take = _timed("take", SnapshotWriter.take, seconds, clock=time.perf_counter)

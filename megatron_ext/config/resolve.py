@@ -17,7 +17,7 @@ from megatron_ext.config.derived import attention_flags as attention_kernels
 from megatron_ext.config.derived.batch_size import read_schedule
 from megatron_ext.config.derived.cuda_graphs import makes_graphs, obstacles
 from megatron_ext.config.derived.gradient_sums import add_by_default
-from megatron_ext.config.derived.layer_patterns import PIPE
+from megatron_ext.config.derived.layer_patterns import DEPTH, PIPE
 from megatron_ext.config.derived.lr_scale import scale
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.derived.pipeline_split import read_pipeline_layout
@@ -139,14 +139,25 @@ def padded_vocabulary(vocab_size: int, divisor: int, tensor_parallel_size: int) 
 
 
 def _resolve_pattern(values: dict[str, Any]) -> None:
-    """Fill in the layers of a pattern of letters, and the chunks of the pipeline by its pipes, which are no part of the
-    model."""
+    """Fill in the layers of a pattern of letters, its depths of multi-token prediction where they are alike, and the
+    chunks of the pipeline by its pipes, which are no part of the model."""
+    if values.get("mtp_hybrid_override_pattern"):
+        text = values["mtp_hybrid_override_pattern"]
+        values["mtp_hybrid_override_pattern"] = text.strip(" '\"")  # quotes that a script has twice
     letters = values.get("hybrid_layer_pattern")
     if not letters:
         return
+    letters, *depths = letters.split(DEPTH)
+    of_depths = {"mtp_num_layers": len(depths), "mtp_hybrid_override_pattern": (depths or [""])[0]}
+    are_alike = len(set(depths)) == 1 and all(values.get(name) in (None, of) for name, of in of_depths.items())
+    if are_alike:
+        values.update(of_depths)
     chunks = letters.split(PIPE)
     if len(chunks) > 1 and values.get("pipeline_model_parallel_size", 1) != 1:
-        _fill(values, "pipeline_model_parallel_layout", f"E{'|'.join('t' * len(chunk) for chunk in chunks)}L")
+        text = "|".join("t" * len(chunk) for chunk in chunks) + "m" * (values.get("mtp_num_layers") or 0)
+        _fill(values, "pipeline_model_parallel_layout", f"E{text}L")
+    if depths and not are_alike:
+        return  # for the rule to say why
     values["hybrid_layer_pattern"] = "".join(chunks)
     _fill(values, "num_layers", len(values["hybrid_layer_pattern"]))
 

@@ -206,7 +206,7 @@ class Activations:
         possible only without recomputation."""
         if not self.config.layout.sequence_parallel_keep_gathered:
             return 0.0
-        inputs = sum(layer.blocks + 2 * (layer.next_token is not None) for layer in layers)
+        inputs = sum(layer.blocks + 2 * (layer.around is not None) for layer in layers)
         return inputs * (self.divided - 1) * self.stream
 
     def _dropped(self, layer: Layer) -> float:

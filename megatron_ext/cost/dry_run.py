@@ -134,7 +134,7 @@ def _stages(config: Config) -> list[str]:
     for stage, chunks in enumerate(chunk_layers(config)):
         layers = " ".join(_layer_range(chunk) for chunk in chunks)
         if config.model.mtp_num_layers and stage == len(per_rank) - 1:
-            layers += f" (last {config.model.mtp_num_layers}: MTP)"
+            layers += f" (last {config.model.layers_ahead}: MTP)"
         rest = per_rank[stage] - of_experts[stage]
         memory = _bytes(rest * bytes_each + of_experts[stage] * bytes_of_experts)
         lines.append(f"{stage:5d}  {layers:<30}  {per_rank[stage]:>19,}  {memory} ({each})")

@@ -50,7 +50,7 @@ class Kernels:
         """Return the seconds of the mixer's projections, of its core, and of the MLP with the further products of a
         depth of multi-token prediction."""
         if layer not in self._of_kinds:
-            ahead = self._part(layer.next_token, low=False)
+            ahead = self._part(layer.around, low=False)
             forward, backward = map(sum, zip(self._part(layer.mlp), ahead, strict=True))
             self._of_kinds[layer] = self._part(layer.mixer), self._core(layer.mixer), (forward, backward)
         return self._of_kinds[layer]

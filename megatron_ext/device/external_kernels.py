@@ -92,10 +92,10 @@ def leave_uncompiled(without: Iterable[str] = ()) -> None:
     """
     import torch
 
-    hidden = {name for name in without if name not in sys.modules}
+    hidden: dict[str, Any] = dict.fromkeys(name for name in without if name not in sys.modules)
     genuine = torch.compile
     torch.compile = _as_it_is
-    sys.modules.update(dict.fromkeys(hidden))
+    sys.modules.update(hidden)
     try:
         jit = importlib.import_module("megatron.core.jit")
     finally:

@@ -53,7 +53,8 @@ class _LateCompiler(ModuleType):
         if fn is None or not recursive:
             return self.genuine().disable(fn, recursive, **options)
         if options != {"wrapping": False}:  # as a decorator: torch's own one asks again, as below, when it is called
-            return torch._disable_dynamo(fn if isinstance(fn, FunctionType) else _as_function(fn))
+            function = fn if isinstance(fn, FunctionType) else _as_function(fn)
+            return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
         # torch keeps this answer in an attribute of the function, which `genuine` removes.
         self._left_alone.append(fn)
         return fn

@@ -13,7 +13,7 @@ from megatron_ext.parts.parameter import Parameter
 _EXPERTS = "mlp.experts."
 _EXPERT_RANGE = re.compile(r"\.experts\.(\d+):(\d+)\.")
 
-_LAYER = re.compile(r"^(?:decoder\.layers\.(\d+)|mtp\.layers\.\d+\.mtp_model_layer)\.")
+_LAYER = re.compile(r"^(?:decoder\.layers\.(\d+)|mtp\.layers\.\d+\.mtp_model_layer(?:\.layers\.\d+)?)\.")
 
 # Transformer Engine keeps a norm inside the linear layer that follows it.
 _FUSED_NORMS = (
@@ -40,6 +40,7 @@ def forward_place(name: str, parameter: torch.nn.Parameter, modules: Sequence[Se
     if getattr(parameter, "shared", False):
         return _AFTER_LAYERS, len(_LAST)
     found = _LAYER.match(name)
+    found = found if found and found[1] else None
     group = int(found.group(1)) if found else -1 if name.startswith("embedding.") else _AFTER_LAYERS
     order = modules[group] if found else _LAST
     return group, max((index for index, part in enumerate(order) if part in name), default=-1)
@@ -129,5 +130,6 @@ def _global_name(chunk: torch.nn.Module, name: str) -> str:
         experts = layer.mlp.experts.local_experts
         inner = f"{_EXPERTS}{experts.start}:{experts.stop}.{inner.removeprefix(_EXPERTS)}"
     if found[1] is None:  # under the name that megatron-core saves it by
-        return f"{module.replace('mtp_model_layer', 'transformer_layer')}.{inner}"
+        single = module.endswith("mtp_model_layer")
+        return f"{module.replace('mtp_model_layer', 'transformer_layer') if single else module}.{inner}"
     return f"decoder.layers.{layer.layer_number - 1}.{inner}"

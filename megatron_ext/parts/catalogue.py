@@ -175,8 +175,8 @@ def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None
     Args:
         experts: the routed experts to name, in place of all of the layer's.
     """
-    if layer.next_token is not None:
-        yield from layer.next_token.parameters(_place(config, layer))
+    if layer.around is not None:
+        yield from layer.around.parameters(_place(config, layer))
     for branch in layer.branches:
         yield from branch_parameters(config, layer, branch, experts)
     yield from own_parameters.of_layer(config, layer)
@@ -197,8 +197,8 @@ def branch_parameters(
 def states(config: Config) -> Iterator[State]:
     """Yield the state that the layers keep and save besides parameters, in the order of a forward pass."""
     for layer in layers(config):
-        if layer.next_token is not None:
-            yield from layer.next_token.state(_place(config, layer))
+        if layer.around is not None:
+            yield from layer.around.state(_place(config, layer))
         for branch in layer.branches:
             yield from branch.part.state(_place(config, layer).inside(branch.name))
 

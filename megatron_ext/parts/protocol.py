@@ -358,11 +358,19 @@ class ProductFormats:
 
 @dataclass(frozen=True)
 class Depth(Part):
-    """Modules around the transformer layer of one depth of multi-token prediction. Its `builder` takes the norm and the
-    spec of that layer."""
+    """Modules around the transformer layers of one depth of multi-token prediction. Its `builder` takes the norm, the
+    specs of these layers, and whether they have letters."""
 
     depth: int = field(compare=False)
     """Index of the depth, from 0."""
+
+    place: int | None = field(default=None, kw_only=True)
+    """Index of the layer among those of the depth; None where the depth is one layer without letters."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether the layer is the first of the depth, which stands for the modules around them all."""
+        return not self.place
 
     @property
     def name(self) -> str:

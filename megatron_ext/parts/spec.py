@@ -22,6 +22,7 @@ from megatron_ext.parts.layer import ResidualLayer
 from megatron_ext.parts.linear.compute import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from megatron_ext.parts.mlp.compute import FeedForward, XieluFeedForward
 from megatron_ext.parts.norm.compute import norm_builder
+from megatron_ext.parts.protocol import Depth
 from megatron_ext.parts.stack import Layer, Stack, Table, final_norm, rotary_tables
 from megatron_ext.registry import load
 
@@ -51,10 +52,12 @@ def block_spec(
         final = norm_builder(final_norm(config.model))
     chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in held]
     decoder = [spec for spec, layer in zip(chosen, held, strict=True) if layer.next_token is None]
+    ahead: dict[int, tuple[Depth, list[ModuleSpec]]] = {}
+    for spec, layer in zip(chosen, held, strict=True):
+        if (one := layer.next_token) is not None:
+            ahead.setdefault(one.depth, (one, []))[1].append(spec)
     depths = [
-        load(layer.next_token.builder)(final_norm(config.model), spec)
-        for spec, layer in zip(chosen, held, strict=True)
-        if layer.next_token is not None
+        load(one.builder)(final_norm(config.model), specs, one.place is not None) for one, specs in ahead.values()
     ]
     block = TransformerBlockSubmodules(layer_specs=decoder, layer_norm=final)
     return block, MultiTokenPredictionBlockSubmodules(depths) if depths else None

@@ -81,7 +81,15 @@ class Layer:
     def name(self) -> str:
         """Global name of its module."""
         ahead = self.next_token
-        return f"decoder.layers.{self.number}" if ahead is None else f"{ahead.name}.transformer_layer"
+        if ahead is None:
+            return f"decoder.layers.{self.number}"
+        single = ahead.place is None
+        return f"{ahead.name}.transformer_layer" if single else f"{ahead.name}.mtp_model_layer.layers.{ahead.place}"
+
+    @property
+    def around(self) -> Depth | None:
+        """The modules around the layers of a depth of multi-token prediction, in the first of these layers."""
+        return self.next_token if self.next_token is not None and self.next_token.begins else None
 
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
@@ -101,7 +109,7 @@ class Layer:
     @property
     def parts(self) -> tuple[Part, ...]:
         """Its parts, and the modules around it."""
-        around = () if self.next_token is None else (self.next_token,)
+        around = () if self.around is None else (self.around,)
         return (*around, *(branch.part for branch in self.branches))
 
     @property
@@ -251,9 +259,15 @@ def stack(config: Config) -> Stack:
 @functools.lru_cache(maxsize=64)
 def _stack(model: ModelConfig) -> Stack:
     decoder = tuple(_layer(model, number) for number in range(model.num_layers))
-    ahead = [one for depths in brought("next_tokens") for one in depths(model, final_norm(model))]
-    depths = (replace(decoder[-1], number=len(decoder) + one.depth, next_token=one) for one in ahead)
-    return Stack((*decoder, *depths))
+    of_depth = model.mtp_hybrid_override_pattern
+    kinds = [decoder[-1]] if of_depth is None else [_layer(model, len(decoder) - 1, letter) for letter in of_depth]
+    ahead = [
+        replace(kind, next_token=one if of_depth is None else replace(one, place=place))
+        for depths in brought("next_tokens")
+        for one in depths(model, final_norm(model))
+        for place, kind in enumerate(kinds)
+    ]
+    return Stack((*decoder, *(replace(layer, number=len(decoder) + place) for place, layer in enumerate(ahead))))
 
 
 def numbers_of_parts(config: Config) -> dict[Number, int]:
@@ -263,11 +277,10 @@ def numbers_of_parts(config: Config) -> dict[Number, int]:
     return dict(Counter(one for layer in stack(config) for part in layer.parts for one in part.numbers(config)))
 
 
-def _layer(model: ModelConfig, number: int) -> Layer:
-    """Return layer `number` of the model. Here its kind is chosen."""
+def _layer(model: ModelConfig, number: int, letter: str | None = None) -> Layer:
+    """Return layer `number` of the model, or one of another letter in its place. Here its kind is chosen."""
     letters = model.hybrid_layer_pattern
-    letter = None
-    if letters is not None:
+    if letter is None and letters is not None:
         letter = letters[number] if number < len(letters) else MLP
     has_mixer, has_mlp = letter not in (MLP, EXPERTS), letter in (None, MLP, EXPERTS)
     experts = model.num_experts if letter in (None, EXPERTS) else None

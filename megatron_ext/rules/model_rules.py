@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_ext.config.derived.layer_patterns import (
+    DEPTH,
     EXPERTS,
     MLP,
     PIPE,
@@ -10,7 +11,7 @@ from megatron_ext.config.derived.layer_patterns import (
 )
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, positive
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, ModelConfig
 from megatron_ext.parts.kinds import attention_is_replaced
 from megatron_ext.parts.kinds import letters as known_letters
 from megatron_ext.parts.stack import stack
@@ -218,10 +219,15 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
         f"--hybrid-layer-pattern {letters}",
         f"{', '.join(known_letters()[:-1])} and {known_letters()[-1]}, and | between chunks of the pipeline",
     )
-    working = "".join(letter if letter in letters_known else MLP for letter in letters.partition("/")[0]) or "M-*-"
+    main, *depths = letters.split(DEPTH)
+    working = "".join(letter if letter in letters_known else MLP for letter in main) or "M-*-"
+    if depths:
+        of_depth = model.mtp_hybrid_override_pattern or depths[0]
+        kept = "".join(letter for letter in of_depth if letter in working) or working[-1]
+        working += f"{DEPTH}{kept}" * (model.mtp_num_layers or len(depths))
     reasons = {
         "D": "of attention with an indexer of keys, which a model of letters does not have here",
-        "/": "before depths of multi-token prediction, which a model of letters does not have here",
+        DEPTH: f"before {_unlike(model, depths)}",
     }
     if letters != working:
         wrong = next((letter for letter in letters if letter not in letters_known), "")
@@ -241,10 +247,38 @@ def layers_have_letters(config: Config, facts: Facts) -> Iterator[str]:
         says = "names layers of experts" if model.num_experts is None else "names no layer of experts, E"
         yield f"{flag} {says}, {what}; use --hybrid-layer-pattern '{other}'"
     usual = {"experimental_attention_variant": None, "moe_layer_freq": None}
-    usual |= {"parallel_residual": "none", "mtp_num_layers": None, "mup_base_num_layers": None}
+    usual |= {"parallel_residual": "none", "mup_base_num_layers": None}
+    if model.mtp_hybrid_override_pattern is None:
+        usual["mtp_num_layers"] = None
     for name in (name for name, value in usual.items() if getattr(model, name) != value):
         said = f"{flag_of(name)} is {getattr(model, name)}"
         yield f"{flag} says what each layer is, but {said}; leave {flag_of(name)} out"
+
+
+def _unlike(model: ModelConfig, depths: list[str]) -> str:
+    """Return what keeps the depths at the end of a pattern from being those of the model."""
+    if len(set(depths)) > 1:
+        return "depths of multi-token prediction whose letters differ, while each depth has the same"
+    if model.mtp_num_layers is not None and model.mtp_num_layers != len(depths):
+        return f"{len(depths)} depths of multi-token prediction, but --mtp-num-layers is {model.mtp_num_layers}"
+    return f"other letters than --mtp-hybrid-override-pattern {model.mtp_hybrid_override_pattern}"
+
+
+def depths_have_letters(config: Config, facts: Facts) -> Iterator[str]:
+    """Require of the letters of a depth of multi-token prediction that layers of the model have them, too: flags of a
+    kind of layer are read where the model has such layers."""
+    model, letters = config.model, config.model.hybrid_layer_pattern
+    of_depth = model.mtp_hybrid_override_pattern
+    if of_depth is None:
+        return
+    flag = f"--mtp-hybrid-override-pattern {of_depth}"
+    if letters is None:
+        yield f"{flag} needs --hybrid-layer-pattern, the letters of the layers before the depths; leave it out"
+    elif not of_depth or set(of_depth) - set(letters):
+        wrong = next((letter for letter in of_depth if letter not in letters), "")
+        words = f"no layer of --hybrid-layer-pattern {letters} is {wrong!r}" if wrong else "there is no letter"
+        working = "".join(letter for letter in of_depth if letter in letters) or letters[-1]
+        yield f"{flag}: {words}; use --mtp-hybrid-override-pattern '{working}'"
 
 
 def every_multiplier_is_given(config: Config, facts: Facts) -> Iterator[str]:
@@ -380,6 +414,7 @@ RULES = (
     windows_are_well_formed,
     layers_without_rotation_are_named,
     layers_have_letters,
+    depths_have_letters,
     every_multiplier_is_given,
     rope_scaling_has_a_range,
     longrope_has_a_factor_for_each_pair,

@@ -48,6 +48,15 @@ MODEL = (
         ("hidden_states", "decoder_input", "rotary_pos_emb", "packed_seq_params"),
     ),
     Seam(
+        f"{_CORE}.transformer.multi_token_prediction.MultiTokenPredictionLayer.mtp_layer_pattern",
+        "set for depths with letters: where it is not None the layers' result is a tensor alone, and they are saved as "
+        "mtp_model_layer",
+        called_by=(
+            f"{_CORE}.transformer.multi_token_prediction.MultiTokenPredictionLayer._proj_and_transformer_layer",
+            f"{_CORE}.transformer.multi_token_prediction.MultiTokenPredictionLayer.sharded_state_dict",
+        ),
+    ),
+    Seam(
         f"{_CORE}.transformer.transformer_layer.TransformerLayer.forward",
         "overridden by a shorter forward pass; TransformerBlock calls it with these names",
     ),

@@ -16,13 +16,13 @@ TORCH = (
         "their places, at which it looks meanwhile",
     ),
     Seam(
-        "torch._dynamo.disable",
+        "torch._dynamo.decorators.disable",
         "answered by the stand-in: without a compiler every function is left alone",
         ("fn", "recursive", "wrapping"),
         called_by=("torch._compile._disable_dynamo",),
     ),
     Seam(
-        "torch._dynamo.graph_break",
+        "torch._dynamo.decorators.graph_break",
         "answered by the stand-in: without a compiler there is no graph",
         called_by=("torch.optim.optimizer._use_grad_for_differentiable",),
     ),
@@ -33,9 +33,13 @@ TORCH = (
     ),
     Seam(
         "torch._disable_dynamo",
-        "called: asks the compiler to leave a function alone when that is called first; it keeps the answer as "
-        "__dynamo_disable of the function, which is removed when the compiler is imported",
+        "called: asks the compiler to leave a function alone when that is called first",
         ("fn", "recursive"),
+    ),
+    Seam(
+        "parameter.__dynamo_disable",
+        "not of parameters but of functions: the compiler's answer, removed when the compiler itself is imported",
+        called_by=("torch._compile._disable_dynamo",),
     ),
     Seam(
         "torch._dynamo.config.recompile_limit",

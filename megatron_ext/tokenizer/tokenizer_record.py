@@ -55,7 +55,7 @@ def describe_tokenizer(record: Mapping[str, Any]) -> str:
 
 
 def _ids_digest(tokenizer: Tokenizer) -> str:
-    from megatron_ext.tokenizer.encode_many import probe_texts  # which loads every kind of tokenizer
+    from megatron_ext.tokenizer.probe_texts import probe_texts  # which loads every kind of tokenizer
 
     # Those of a tokenizer without special tokens: the same texts for all. Other texts here are other digests.
     return _digest("\n".join(_ids(tokenizer, text) for text in (*_PROSE, *probe_texts(NullTokenizer(1)))))

@@ -110,6 +110,7 @@ MODELS["Llama in parallel through two norms"] = {**LLAMA, "parallel_residual": "
 MODELS["GPT-2 with a norm of embeddings"] = {"embed_layernorm": True}
 _AHEAD = {"two tokens ahead": {**LLAMA, "mtp_num_layers": 2}, "one token ahead, tied": {**LLAMA, "mtp_num_layers": 1}}
 _AHEAD["one token ahead, tied"]["untie_embeddings_and_output_weights"] = False
+_AHEAD["letters, two tokens ahead"] = {**MODELS["letters"], "mtp_num_layers": 2, "mtp_hybrid_override_pattern": "M-*"}
 MODELS |= _AHEAD
 OF_EXPERTS = EXPERTS, BIASED_EXPERTS = "experts", "experts with biases"
 ALL_MODELS = {
@@ -317,6 +318,7 @@ WITH_STATE = (
     "short convolutions",
     "selective scans",
     "letters",
+    "letters, two tokens ahead",
     EXPERTS,
 )
 

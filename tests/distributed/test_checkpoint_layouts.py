@@ -107,33 +107,32 @@ def test_what_shards_saved_goes_to_one_process_and_back_to_others(tmp_path: Path
     assert_same_tensors(saved_by((4, other), flags, whole.folder, tmp_path / "other", steps=0), saved)
 
 
+_TWO_DEPTHS = "--position-embedding-type rope --mtp-num-layers 2"
+_OF_LETTERS = (
+    "--position-embedding-type none --hybrid-layer-pattern M-M*/M-/M- --mamba-state-dim 6 --mamba-head-dim 8 "
+    "--mamba-num-groups 2 --mamba-num-heads 4"
+)
+
+
 # Without a common matrix only what is divided in another way than by layers is another case.
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("tied", "others"),
+    ("depths", "others"),
     [
-        (True, [(1, ""), (2, "--use-torch-fsdp2"), (2, "--pipeline-model-parallel-size 2")]),
-        (False, [(2, "--use-torch-fsdp2")]),
+        (_TWO_DEPTHS, [(1, ""), (2, "--use-torch-fsdp2"), (2, "--pipeline-model-parallel-size 2")]),
+        (f"{_TWO_DEPTHS} --untie-embeddings-and-output-weights", [(2, "--use-torch-fsdp2")]),
+        (_OF_LETTERS, [(1, ""), (2, "--use-torch-fsdp2"), (2, "--pipeline-model-parallel-size 2")]),
     ],
 )
 def test_depths_of_multi_token_prediction_are_shared_by_layouts(
-    tied: bool, others: list[tuple[int, str]], tmp_path: Path
+    depths: str, others: list[tuple[int, str]], tmp_path: Path
 ) -> None:
     """Both ends of the pipeline have the word embeddings, of which the checkpoint has one copy."""
-    flags = [
-        *FLAGS,
-        "--position-embedding-type",
-        "rope",
-        "--mtp-num-layers",
-        "2",
-        *([] if tied else ["--untie-embeddings-and-output-weights"]),
-    ]
+    flags = [*FLAGS, *depths.split()]
     first = (4, TP2_PP2_VPP2)
     saved = saved_by(first, flags, None, tmp_path / "saved")
-    assert {
-        "mtp.layers.0.eh_proj.weight",
-        "mtp.layers.1.transformer_layer.mlp.linear_fc1.weight",
-    } <= saved.tensors.keys()
+    layer = "mtp_model_layer.layers.1" if depths == _OF_LETTERS else "transformer_layer"
+    assert {"mtp.layers.0.eh_proj.weight", f"mtp.layers.1.{layer}.mlp.linear_fc1.weight"} <= saved.tensors.keys()
     folder = saved.folder
     for number, layout in enumerate(others):
         found = saved_by(layout, flags, folder, tmp_path / str(number))

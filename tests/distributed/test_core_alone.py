@@ -73,6 +73,10 @@ def test_it_trains_and_resumes_as_the_whole_does(core: Path, tmp_path: Path) -> 
         ("--experimental-attention-variant kda", "'kda' needs a plugin that is not installed"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1 needs a plugin that is not installed"),
         ("--wandb-project p", "--wandb-project p needs a plugin that is not installed"),
+        ("--log-straggler", "--log-straggler needs a plugin that is not installed"),
+        ("--spike-threshold 3", "unknown flag --spike-threshold"),
+        ("--non-persistent-save-interval 2", "unknown flag --non-persistent-save-interval"),
+        ("--use-mcore-models", "unknown flag --use-mcore-models"),
         ("--hybrid-layer-pattern M*M*", "'M' is no letter; known are *, - and E, and | between chunks of the pipeline"),
     ],
 )

@@ -49,6 +49,9 @@ LAYOUTS = {
     f"{EXPERTS} --num-layers 4 --moe-layer-freq [0,1,1,1] --mtp-num-layers 1": (
         (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     ),
+    f"{EXPERTS} --position-embedding-type none --hybrid-layer-pattern *EEE/E* --num-layers 4": (
+        (2, "--pipeline-model-parallel-size 2"),
+    ),
 }
 
 
@@ -56,7 +59,7 @@ LAYOUTS = {
 def test_every_layout_counts_what_one_process_counts(flags: str, tmp_path: Path) -> None:
     """Each token of the global batch once, also where it is computed again in the backward pass."""
     _, known = _run(f"{flags} --train-iters 2", tmp_path)
-    depths = 1 if "mtp" in flags else 0
+    depths = 1 if "mtp" in flags or "/" in flags else 0
     for row in known:
         assert [sum(counts) for counts in row["expert_tokens"]] == [8 * 16 * 2] * (2 + 2 * depths)
         for layer, counts in zip(row["expert_load"], row["expert_tokens"], strict=True):

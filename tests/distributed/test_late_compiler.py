@@ -59,12 +59,13 @@ def _compiled() -> dict[str, Any]:
     def left_alone(x: torch.Tensor) -> torch.Tensor:
         return x.cos()
 
+    apart: Any = left_alone
     doubled: Any = torch.compiler.disable(_Doubled.apply)
     zeros, x = torch.zeros, torch.arange(4.0)
-    eager = left_alone(x.sin()) + doubled(x)
+    eager = apart(x.sin()) + doubled(x)
     before = _parts_of_the_compiler()
     whole: Any = torch.compile(lambda x: x.sin() + torch.ones_like(x), backend="eager", fullgraph=True)
-    parts: Any = torch.compile(lambda x: left_alone(x.sin()) + doubled(x), backend="eager")
+    parts: Any = torch.compile(lambda x: apart(x.sin()) + doubled(x), backend="eager")
     same = [torch.equal(whole(x), x.sin() + 1), torch.equal(parts(x), eager)]
     compiler = importlib.import_module("torch._dynamo")
     breaks = sum(compiler.utils.counters["graph_break"].values())

@@ -37,6 +37,7 @@ _KEYS_OF_FILES = {
 # another table says.
 _SETS_ANY = {
     "adapt": "device/adaptation.py is a table of its own",
+    "_originals": "puts what that table replaces back for a moment",
     "TorchFSDP.__init__": "copies the attributes of a parameter to the one that replaces it",
     "WrappedMethods.put_back": "puts back what `wrap` replaced: public methods, and those that the table names",
     "WrappedMethods.wrap": "names are those of the lists in its file; private ones are found there as texts",

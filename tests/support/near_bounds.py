@@ -73,9 +73,15 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers of letters": (
         *(
             f"{_LETTERS} {letters}"
-            for letters in ("M-M-M-M*", "M-M-M-M", "M-M-M-MD", "M-M-M-M*/M-", "M-M-M-ME", "M-M-|M-M*")
+            for letters in ("M-M-M-M*", "M-M-M-M", "M-M-M-MD", "M-M-M-M*/M-", "M-M-M-M*/M-/M*", "M-M-M-ME", "M-M-|M-M*")
         ),
         f"{_PP2} {_LETTERS} M-M-|M-M*",
+        f"{_LETTERS} M-M-M-M*/M-/M- --mtp-num-layers 1",
+        f"{_LETTERS} M-M-M-M*/M- --mtp-hybrid-override-pattern M*",
+        f"{_LETTERS} M-M-M-M* --mtp-hybrid-override-pattern M*",
+        f"{_LETTERS} M-M-M-M* --mtp-num-layers 2 --mtp-hybrid-override-pattern M*G",
+        f"{_LETTERS} M-M-M-M* --mtp-num-layers 2",
+        "--mtp-num-layers 2 --mtp-hybrid-override-pattern M",
         f"{_LETTERS} '|'",
         f"{_LETTERS} M-M-M-ME {_EXPERTS}",
         f"{_LETTERS} M-M-M-M* {_EXPERTS}",

@@ -15,6 +15,9 @@ letters with their mixers (`parts/kinds.py`)."""
 PIPE = "|"
 """Character of --hybrid-layer-pattern at which a chunk of the pipeline ends."""
 
+DEPTH = "/"
+"""Character of --hybrid-layer-pattern before the letters of each depth of multi-token prediction."""
+
 _LONGEST, _MOST_LAYERS = 1000, 100_000  # characters of a pattern, and layers in it
 
 

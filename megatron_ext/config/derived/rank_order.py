@@ -124,7 +124,7 @@ def chunk_layers(config: Config) -> list[list[range]]:
         for starts, stage in zip(first_layers(counts), counts, strict=True)
     ]
     last = found[-1][-1]
-    found[-1][-1] = range(last.start, last.stop + (config.model.mtp_num_layers or 0))
+    found[-1][-1] = range(last.start, last.stop + config.model.layers_ahead)
     stages, v_shaped = len(found), is_v_shaped(config.layout)
     return [
         [found[stage_of_chunk(stage, chunk, stages, v_shaped=v_shaped)][chunk] for chunk in range(len(counts[0]))]

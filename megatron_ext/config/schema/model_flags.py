@@ -188,7 +188,8 @@ class ModelConfig:
     hybrid_layer_pattern: str | None = option(
         None,
         "One letter for each layer: * attention, - MLP, E experts, {choices}. | ends a pipeline chunk. Each layer "
-        "has one norm and one residual addition; --num-layers is the number of letters.",
+        "has one norm and one residual addition; --num-layers is the number of letters. /*E/*E at the end adds two "
+        "depths of --mtp-num-layers with these letters.",
         resume="shape",
         metavar="LETTERS",
         aliases=("--hybrid-override-pattern",),
@@ -539,6 +540,14 @@ class ModelConfig:
         turns_on_a_plugin=True,
         computed_by_ours=True,
     )
+    mtp_hybrid_override_pattern: str | None = option(
+        None,
+        "One letter of --hybrid-layer-pattern for each layer of a depth of --mtp-num-layers; the same in all depths.",
+        resume="shape",
+        metavar="LETTERS",
+        read_with=ReadWith("mtp_num_layers", "without --mtp-num-layers one token is predicted"),
+        computed_by_ours=True,
+    )
     mtp_loss_scaling_factor: float = option(
         0.1,
         "Weight in the total loss of the mean of the losses of --mtp-num-layers.",
@@ -840,6 +849,12 @@ class ModelConfig:
     def softmax_types(self) -> set[str]:
         """Types of softmax (terms of its sum besides the keys), of layers without and with a window."""
         return {self.softmax_type, self.softmax_type_local or self.softmax_type}
+
+    @property
+    def layers_ahead(self) -> int:
+        """Number of layers in all depths of multi-token prediction: one in each, or one for each letter."""
+        of_depth = self.mtp_hybrid_override_pattern
+        return (self.mtp_num_layers or 0) * (1 if of_depth is None else len(of_depth))
 
     @property
     def shares_word_embeddings(self) -> bool:

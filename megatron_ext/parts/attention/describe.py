@@ -50,13 +50,11 @@ def has_few_keys(length: int, window: int | None) -> bool:
 
 def _kept_weights(length: int, window: int | None) -> int:
     """Return the number of weights of a sequence and head that are kept."""
-    firsts = range(0, length, KEPT_ROWS)
-    rows = [min(KEPT_ROWS, length - first) for first in firsts]
-    keys = [
-        first + row - (0 if window is None else max(0, first + 1 - window))
-        for first, row in zip(firsts, rows, strict=True)
-    ]
-    return sum(row * key for row, key in zip(rows, keys, strict=True))
+    kept = 0
+    for first in range(0, length, KEPT_ROWS):
+        rows = min(KEPT_ROWS, length - first)
+        kept += rows * (first + rows - (0 if window is None else max(0, first + 1 - window)))
+    return kept
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def write_checkpoint(
 
 
 _STACKED = re.compile(
-    r"(?:decoder\.layers\.(\d+)|(mtp\.layers\.\d+\.transformer_layer))\.(?:mlp\.experts\.(\d+)\.)?(.*)"
+    r"(?:decoder\.layers\.(\d+)|(mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer\.layers\.\d+)))\.(?:mlp\.experts\.(\d+)\.)?(.*)"
 )
 
 

@@ -111,7 +111,8 @@ def written_as(config: Config) -> tuple[Family, Config]:
     except ConfigurationError:
         if not config.model.mtp_num_layers:
             raise
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, mtp_num_layers=None))
+        model = dataclasses.replace(config.model, mtp_num_layers=None, mtp_hybrid_override_pattern=None)
+        config = dataclasses.replace(config, model=model)
         family = family_of(config)
     model = config.model
     has_raw_scores = model.moe_router_topk == 1 and model.moe_router_score_function != "softmax"

@@ -5,23 +5,23 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ext.errors import TrainingError
+from megatron_ext.registry import with_own
 
 
 def drafted_logits(draft: str, folders: Sequence[str], tokens: list[list[int]]) -> list[torch.Tensor | str]:
     """Return for each folder our logits [batch, sequence, vocabulary] in fp32, or why it cannot be read. It needs a
-    process of its own, in which from then on the draft is the family of its type.
+    process of its own, whose torch it adapts.
 
     Args:
         draft: text of the family's module.
     """
     from megatron_ext.plugins.families.family import Family
-    from megatron_ext.plugins.families.registry import FAMILIES
 
     module: dict[str, object] = {}
     exec(draft, module)  # the text that this program has just written
     family = next(one for name, one in module.items() if isinstance(one, Family) and f"\n{name} = " in draft)
-    FAMILIES[family.model_type] = family
-    return [_logits(folder, torch.tensor(tokens)) for folder in folders]
+    with with_own("families", [family]):
+        return [_logits(folder, torch.tensor(tokens)) for folder in folders]
 
 
 def _logits(folder: str, text: torch.Tensor) -> torch.Tensor | str:

@@ -23,9 +23,9 @@ from megatron_ext.data.splits import split_files
 from megatron_ext.durable import replace_text
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.terminal import warn
-from megatron_ext.tokenizer.encode_many import probe_texts
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer, user_defined_symbols
 from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizer.probe_texts import probe_texts
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 _PROBES = 1000

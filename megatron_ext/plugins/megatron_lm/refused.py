@@ -79,7 +79,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "depths of multi-token prediction are layers of their own on the last stage, whose drafts megatron-ext "
         "generate --speculative takes; leave it out",
         """
-        --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads, --mtp-hybrid-override-pattern N,
+        --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads,
         --num-speculative-tokens N =0
         """,
     ),

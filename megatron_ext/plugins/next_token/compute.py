@@ -1,12 +1,18 @@
 """Computes the hidden states of a depth of multi-token prediction."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext.parts.attention.cached import Sequences
 from megatron_ext.parts.linear.compute import ColumnLinear
@@ -16,12 +22,65 @@ from megatron_ext.parts.numbers import record
 from megatron_ext.plugins.next_token.describe import loss_of_depth
 
 
+class DepthLayers(MegatronModule):
+    """The layers of a depth that has letters, one after another.
+
+    Args:
+        config: of the model.
+        layer_number: number of the depth, from 1.
+        specs: of the layers.
+        of_layers: settings of each of them.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        layer_number: int,
+        specs: Sequence[ModuleSpec],
+        submodules: HybridStackSubmodules | None = None,
+        name: str | None = None,
+        **of_layers: Any,
+    ) -> None:
+        super().__init__(config)
+        # megatron-core's table of losses of experts has one row for each depth.
+        layers = (build_module(spec, config=config, layer_number=layer_number, **of_layers) for spec in specs)
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: Sequences | None = None,
+        **unused: object,
+    ) -> torch.Tensor:
+        """Return the hidden states after the last layer, [S, B, H], from those before the first one."""
+        for layer in self.layers:
+            hidden_states, _ = layer(hidden_states, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params)
+        return hidden_states
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the layers' weights as megatron-core's checkpoints take them, each layer under its own name."""
+        found: dict[str, Any] = {}
+        for place, layer in enumerate(self.layers):
+            of_layer: Any = layer
+            found |= of_layer.sharded_state_dict(f"{prefix}layers.{place}.", sharded_offsets, metadata)
+        return found
+
+
 class NextTokenLayer(MultiTokenPredictionLayer):
     """megatron-core's depth, which is given the embeddings of the tokens ahead.
 
     Its own pass shifts the tokens that a context-parallel rank holds, and over the end of a document. Ours were shifted
     when the whole sample was at hand (`data/microbatch.py`).
     """
+
+    def __init__(self, *positional: Any, **settings: Any) -> None:
+        super().__init__(*positional, **settings)
+        if isinstance(self.mtp_model_layer, DepthLayers):
+            self.mtp_layer_pattern = ""  # megatron-core then calls and saves them as the layers of its own hybrid
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -58,8 +117,16 @@ class NextTokenLayer(MultiTokenPredictionLayer):
             record(loss_of_depth(self.layer_number - 1), total)
 
 
-def next_token_spec(norm: Norm, layer: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a depth of multi-token prediction: norms, a projection and the given transformer layer."""
+def next_token_spec(norm: Norm, layers: Sequence[ModuleSpec], has_letters: bool) -> ModuleSpec:
+    """Return the spec of a depth of multi-token prediction: norms, a projection and the given transformer layers.
+
+    Args:
+        norm: kind of each norm.
+        layers: specs of the layers.
+        has_letters: whether they are the layers of letters; otherwise there is one.
+    """
     build = norm_builder(norm)
+    of_engine = HybridStackSubmodules()  # megatron-core looks at it, and finds nothing that it does not know
+    layer = ModuleSpec(DepthLayers, {"specs": layers}, of_engine) if has_letters else layers[0]
     parts = MultiTokenPredictionLayerSubmodules(build, build, build, ColumnLinear, layer)
     return ModuleSpec(NextTokenLayer, submodules=parts)

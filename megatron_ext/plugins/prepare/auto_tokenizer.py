@@ -12,8 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from megatron_ext.tokenizer.encode_many import probe_texts
 from megatron_ext.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
+from megatron_ext.tokenizer.probe_texts import probe_texts
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 from megatron_ext.untrusted.text import load_json
 

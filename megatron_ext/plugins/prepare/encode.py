@@ -20,7 +20,7 @@ import numpy as np
 from megatron_ext.data.indexed import token_dtype
 from megatron_ext.errors import DataError
 from megatron_ext.plugins.prepare.documents import Block, ReadPosition
-from megatron_ext.tokenizer.guarded_encoder import Guarded
+from megatron_ext.plugins.prepare.guarded_encoder import Guarded
 from megatron_ext.tokenizer.tokenizer_protocol import BatchEncoder, Text, Tokenizer, beginning
 
 OnError = Literal["fail", "skip", "log"]

@@ -1,7 +1,7 @@
 """Long texts are read without making a Python string of them.
 
 Python takes four bytes a character for a text with an emoji, so that a line of 100 MB would take 0.4 GB. Texts of more
-than `LONG` bytes therefore stay UTF-8; `encode` of `megatron_ext.tokenizer.encode_many` takes them as they are.
+than `LONG` bytes therefore stay UTF-8; `encode` of `megatron_ext.plugins.prepare.encode_many` takes them as they are.
 
     split_strings(b'{"text": "<10 MB>", "id": 7}')  ->  {"text": b"<10 MB>", "id": 7}
 """

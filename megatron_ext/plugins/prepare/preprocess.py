@@ -27,11 +27,12 @@ from megatron_ext.plugins.prepare.conversations import ConversationFormat
 from megatron_ext.plugins.prepare.documents import Block, read_blocks
 from megatron_ext.plugins.prepare.encode import BlockEncoder, EncodedBlock, MakeBlock, OnError, Sample
 from megatron_ext.plugins.prepare.encode_conversations import ConversationEncoder
+from megatron_ext.plugins.prepare.encode_many import fast_encoder, first_difference, plain_encoder
 from megatron_ext.plugins.prepare.inputs import InputFile, find_files
 from megatron_ext.plugins.prepare.journal import Journal, Progress, write_manifest
 from megatron_ext.plugins.prepare.tokenizer_flags import tokenizer_values
-from megatron_ext.tokenizer.encode_many import fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.from_flags import tokenizer_from_flags
+from megatron_ext.tokenizer.probe_texts import probe_texts
 from megatron_ext.tokenizer.tokenizer_protocol import BatchEncoder, Tokenizer, beginning
 from megatron_ext.tokenizer.tokenizer_record import tokenizer_record
 

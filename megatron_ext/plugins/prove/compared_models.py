@@ -270,5 +270,14 @@ MODELS |= {
         f"--num-layers 4 {_LATENT_SIZES} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
         "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1"
     ),
+    # Nemotron 3's depths, each of two layers, after four of three kinds; and tied, each of one.
+    "hybrid, two tokens ahead": (
+        f"{_HYBRID} --hybrid-layer-pattern ME*M/*E/*E --num-experts 8 --moe-ffn-hidden-size 48 "
+        "--moe-shared-expert-intermediate-size 40 --moe-aux-loss-coeff 0.1 --mtp-loss-scaling-factor 0.5"
+    ),
+    "tied hybrid, a token ahead": f"{_HYBRID.replace(_UNTIED, '')} --hybrid-layer-pattern M-M*/M-*",
+    "tied hybrid, a token ahead, packed": (
+        f"{_HYBRID.replace(_UNTIED, '')} --hybrid-layer-pattern M-M*/M-* --reset-position-ids --reset-attention-mask"
+    ),
 }
 MODELS |= {name: flags for compared in brought("comparisons") for name, flags in compared.models.items()}

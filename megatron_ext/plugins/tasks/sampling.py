@@ -69,6 +69,8 @@ def check_drafts(config: Config, sampling: Sampling) -> None:
             f"{flag} drafts with the depths of multi-token prediction, and the model has none; leave {flag} out, or "
             "train a model with --mtp-num-layers"
         )
+    elif config.model.mtp_hybrid_override_pattern is not None:
+        problems.append(f"{flag} with depths of --mtp-hybrid-override-pattern, which draft nothing; leave {flag} out")
     if any(kind.mixer is not None and kind.mixer.keeps_a_state for kind, _ in stack(config).kinds):
         problems.append(f"{flag} with a recurrence, whose state cannot take drafts back; leave {flag} out")
     if sampling.temperature > 0 or sampling.repetition_penalty != 1.0:

@@ -91,9 +91,10 @@ class ExpertLoad(Callback):
 
 def _routers(run: Run) -> Iterator[tuple[int, Any]]:
     """Yield the routers of this rank, with the index of their layer; depths of multi-token prediction come last."""
-    decoder = sum(layer.next_token is None for layer in layers(run.config))
+    mixtures = [layer for layer in layers(run.config) if layer.next_token is not None and layer.experts is not None]
     for chunk in unwrapped(run.chunks):
+        ahead = iter(mixtures)  # all of them lie in the last chunk, in their order
         for module in chunk.modules():
             if isinstance(module, Router):
                 assert module.layer_number is not None
-                yield module.layer_number - 1 + (decoder if module.is_mtp_layer else 0), module
+                yield next(ahead).number if module.is_mtp_layer else module.layer_number - 1, module

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
-from megatron_ext.tokenizer.encode_many import probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer
+from megatron_ext.tokenizer.probe_texts import probe_texts
 
 # Of the second tier: tests/unit/tokenizer compares ids with those of tokenizers.
 pytestmark = pytest.mark.full

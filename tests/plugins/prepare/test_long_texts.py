@@ -22,15 +22,16 @@ import pytest
 
 from benchmarks.process_tree import Measured, measure
 from megatron_ext.errors import DataError
-from megatron_ext.plugins.prepare import documents, encode, long_texts, parquet
+from megatron_ext.plugins.prepare import documents, encode, encode_many, long_texts, parquet
 from megatron_ext.plugins.prepare.documents import RawDocument
+from megatron_ext.plugins.prepare.encode_many import plain_encoder
 from megatron_ext.plugins.prepare.inputs import find_files
 from megatron_ext.plugins.prepare.long_texts import split_strings
 from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
-from megatron_ext.tokenizer import encode_many, tokenizer_protocol
-from megatron_ext.tokenizer.encode_many import plain_encoder, probe_texts
+from megatron_ext.tokenizer import tokenizer_protocol
 from megatron_ext.tokenizer.from_flags import build_tokenizer
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer
+from megatron_ext.tokenizer.probe_texts import probe_texts
 from megatron_ext.tokenizer.tokenizer_protocol import beginning, between_words, in_pieces
 
 # Of the second tier: tests/plugins/prepare/test_preprocess.py encodes.

@@ -17,9 +17,10 @@ from megatron_ext.errors import ConfigurationError, DataError, StorageError
 from megatron_ext.plugins.prepare import documents, encode, preprocess
 from megatron_ext.plugins.prepare.documents import Block, ReadPosition
 from megatron_ext.plugins.prepare.encode import BlockEncoder
+from megatron_ext.plugins.prepare.encode_many import fast_encoder, plain_encoder
 from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
-from megatron_ext.tokenizer.encode_many import fast_encoder, plain_encoder, probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer
+from megatron_ext.tokenizer.probe_texts import probe_texts
 from megatron_ext.tokenizer.simple import ByteTokenizer
 from tests.support.full_disk import files_up_to
 

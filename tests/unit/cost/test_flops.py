@@ -76,6 +76,6 @@ def _forward(config: Config) -> float:
     for layers in (chunk for stage in shapes.stacks for chunk in stage):
         for layer, number in layers.kinds:
             core = layer.mixer and layer.mixer.core(products.share)
-            listed = [product for part in (layer.mixer, layer.mlp, layer.next_token) for product in products.of(part)]
+            listed = [product for part in (layer.mixer, layer.mlp, layer.around) for product in products.of(part)]
             forward += number * ((core.flops if core else 0.0) + sum(product.flops for product in listed))
     return forward

@@ -51,7 +51,7 @@ from tests.support.small_models import config_with
         ({"layout": {"device": "cuda"}}, {"check_before_update": True, "no_triton_kernels": True}, None, []),
         ({"layout": {"device": "cpu"}}, {"check_before_update": False}, None, []),
         (
-            {"layout": {"tp_comm_overlap": True}, "training": {"fp8_format": "hybrid"}},
+            {"layout": {"tp_comm_overlap": True}, "training": {"fp8_format": "hybrid", "bf16": True}},
             {},
             None,
             ["--tp-comm-overlap changes nothing here: products of --fp8-format hybrid"],

@@ -117,7 +117,7 @@ def test_no_tokenizer_imports_torch():
         "from megatron_ext.tokenizer.from_flags import build_tokenizer\n"
         f"build_tokenizer('HuggingFaceTokenizer', {HF!r})\n"
         f"build_tokenizer('SentencePieceTokenizer', {SPM!r})\n"
-        "import megatron_ext.tokenizer.encode_many, megatron_ext.plugins.prepare.tokenizer_flags, tiktoken\n"
+        "import megatron_ext.plugins.prepare.encode_many, megatron_ext.plugins.prepare.tokenizer_flags, tiktoken\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

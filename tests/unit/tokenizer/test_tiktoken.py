@@ -13,9 +13,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.prepare.encode_many import fast_encoder, first_difference, plain_encoder
 from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
-from megatron_ext.tokenizer.encode_many import fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer, tokenizer_from_flags
+from megatron_ext.tokenizer.probe_texts import probe_texts
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer as Protocol
 from megatron_ext.train.configure import configure
 

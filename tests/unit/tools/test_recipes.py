@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.errors import ConfigurationError
@@ -57,7 +59,8 @@ def test_it_states_both_dropouts(recipe: Recipe) -> None:
 
 
 PUBLISHED = json.loads((ROOT / "tests/golden/published_configs.json").read_text())
-"""What the config.json of a model says, by the model's name: facts, read in public copies of that file."""
+"""What the config.json of a model says, by the model's name: facts, read in public copies of that file, or defaults of
+transformers' class, where these are the model's."""
 
 
 def model_of(recipe: Recipe) -> str:
@@ -77,13 +80,24 @@ def test_it_is_the_model_of_its_config_json(recipe: Recipe, content: dict[str, A
     assert differences(recipes.configuration(recipe, recipe.devices[0]), values) == []
 
 
+@pytest.mark.parametrize(("recipe", "content"), with_published_config(), ids=lambda one: getattr(one, "name", ""))
+def test_transformers_counts_as_many_parameters(recipe: Recipe, content: dict[str, Any]) -> None:
+    """On the meta device, where a model of any size takes no memory. Depths of prediction are not in its classes."""
+    kind = transformers.CONFIG_MAPPING[content["model_type"]]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(kind(**{**content, "dtype": "bfloat16"}))
+    whole = recipes.configuration(recipe, recipe.devices[0])
+    assert whole.model.mtp_num_layers is None
+    assert recipes.parameters(whole) == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_every_published_config_is_that_of_a_recipe() -> None:
     assert {model_of(recipe) for recipe, _ in with_published_config()} == set(PUBLISHED)
 
 
 TOO_LARGE_FOR_ONE_MACHINE = {
     *("bloom-176b", "gpt-oss-120b", "gpt3-175b", "gpt3-175b-megatron-deepspeed", "llama3.1-405b"),
-    *("deepseek-v3", "glm4.5-air", "kimi-k2", "minimax-m2", "qwen3-235b-a22b", "qwen3-next-80b-a3b"),
+    *("deepseek-v3", "glm-5", "glm4.5-air", "kimi-k2", "minimax-m2", "qwen3-235b-a22b", "qwen3-next-80b-a3b"),
     "kimi-linear-48b-a3b",
 }
 """Recipes that begin with a cluster: no machine of 8 holds these models, as docs/recipes.md says."""

@@ -98,11 +98,25 @@ def test_a_window_equals_attention_written_out(sequence: int, window: int) -> No
     exact = [tensor.detach().double().requires_grad_() for tensor in ours]
     weight = torch.randn(sequence, 2, 64)
     context = _attention(window=window)(*ours)
-    expected = _written_out(*exact, 0.25, window)
+    expected = _written_out(*exact, scale=0.25, window=window)
     gradients = torch.autograd.grad((context * weight).sum(), ours)
     exact_gradients = torch.autograd.grad((expected * weight.double()).sum(), exact)
     for got, wanted in zip((context, *gradients), (expected, *exact_gradients), strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_traced_attention_is_the_same(window: int | None) -> None:
+    """The compiler is given other operations, which are run here as it traces them, in one graph."""
+    torch.manual_seed(0)
+    heads = [torch.randn(2, number, 2 * KEPT_ROWS + 1, 16, requires_grad=True) for number in (4, 2, 2)]
+    attention = _attention(window=window)
+    traced: Any = torch.compile(attention, backend="eager", fullgraph=True)
+    contexts = [attention(*heads), traced(*heads)]
+    weight = torch.randn_like(contexts[0])
+    gradients = [torch.autograd.grad((one * weight).sum(), heads) for one in contexts]
+    for ours, wanted in zip((contexts[1], *gradients[1]), (contexts[0], *gradients[0]), strict=True):
+        torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=2e-6)
 
 
 def test_as_many_samples_as_heads_share_keys() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_ext.tokenizer.from_sentencepiece import SentencePieceTokenizer, special_pieces
 from megatron_ext.tokenizer.library import LibraryTokenizer
-from megatron_ext.tokenizer.tiktoken import TikTokenizer
+from megatron_ext.tokenizer.probe_texts import special_texts
 from megatron_ext.tokenizer.tokenizer_protocol import (
     BatchEncoder,
     Text,
@@ -169,13 +169,3 @@ class Guarded:
                 encoder = self._reference if is_guarded else self._encoder
                 parts.append(encoder(["".join(run)])[0].astype(np.uint32, copy=False))  # int64 would be all of them
         return np.concatenate(parts)
-
-
-def special_texts(tokenizer: Tokenizer) -> list[str]:
-    """Return the tokens that are recognized in the text as a whole, and those that have a meaning of their own and
-    are not."""
-    if isinstance(tokenizer, LibraryTokenizer):
-        return tokenizer.added_tokens()
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        return special_pieces(tokenizer.model)[0]
-    return list(tokenizer.special_tokens) if isinstance(tokenizer, TikTokenizer) else []

@@ -11,11 +11,12 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from megatron_ext.plugins.prepare import preprocess
+from megatron_ext.plugins.prepare.encode_many import _Gigatoken, fast_encoder, first_difference, plain_encoder
+from megatron_ext.plugins.prepare.guarded_encoder import Guarded, SpecialPieces, has_unassigned, joined
 from megatron_ext.plugins.prepare.preprocess import EncodeJob, encode_files
 from megatron_ext.plugins.prepare.tokenizer_training import train_sentencepiece
-from megatron_ext.tokenizer.encode_many import _Gigatoken, fast_encoder, first_difference, plain_encoder, probe_texts
 from megatron_ext.tokenizer.from_flags import build_tokenizer
-from megatron_ext.tokenizer.guarded_encoder import Guarded, SpecialPieces, has_unassigned, joined, special_texts
+from megatron_ext.tokenizer.probe_texts import probe_texts, special_texts
 from megatron_ext.tokenizer.tokenizer_protocol import Text, as_string
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"

@@ -15,9 +15,10 @@ import sentencepiece
 from tokenizers import Tokenizer as Library
 
 from megatron_ext.plugins.prepare.commands import preprocess_data
-from megatron_ext.tokenizer.encode_many import fast_encoder, first_difference, plain_encoder, probe_texts
+from megatron_ext.plugins.prepare.encode_many import fast_encoder, first_difference, plain_encoder
+from megatron_ext.plugins.prepare.guarded_encoder import Guarded, SpecialPieces
 from megatron_ext.tokenizer.from_flags import build_tokenizer
-from megatron_ext.tokenizer.guarded_encoder import Guarded, SpecialPieces, special_texts
+from megatron_ext.tokenizer.probe_texts import probe_texts, special_texts
 from megatron_ext.tokenizer.tokenizer_protocol import Tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "preprocess"
