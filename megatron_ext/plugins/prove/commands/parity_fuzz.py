@@ -183,10 +183,12 @@ class _Fuzzing:
     def _record(self, seconds: float) -> None:
         """Write what was found, after what was in the file of --record: a run that is stopped keeps its draws."""
         path = self.options.record
-        if self.earlier is None:
-            self.earlier = load_json(read_file(path, most=_LARGEST_RECORD)) if path.exists() else []
+        earlier = self.earlier
+        if earlier is None:
+            earlier = load_json(read_file(path, most=_LARGEST_RECORD)) if path.exists() else []
+            self.earlier = earlier
         runs = [
-            *self.earlier,
+            *earlier,
             {
                 "date": datetime.now(UTC).strftime("%Y-%m-%d"),
                 "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}",
