@@ -1,6 +1,7 @@
 """A Python without the packages is told what to run, by every program, in one line."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,20 +21,24 @@ def ended(*words: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "package"),
+    "command",
     [
-        ("pretrain_gpt.py --device cpu", "psutil"),
-        ("-m megatron_ext pretrain --dry-run", "psutil"),
-        ("tools/preprocess_data.py --input text.jsonl", "numpy"),
-        ("tools/loss_compare.py main", "numpy"),
+        "pretrain_gpt.py --device cpu",
+        "-m megatron_ext pretrain --dry-run",
+        "tools/preprocess_data.py --input text.jsonl",
+        "tools/loss_compare.py main",
     ],
 )
-def test_each_program_says_what_to_run(command: str, package: str) -> None:
+def test_each_program_says_what_to_run(command: str) -> None:
     run = ended(*command.split())
-    start = f"error: {sys.executable} has no {package}, which this program needs; run: "
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (64, "", 1)
-    assert run.stderr.startswith(start)
-    assert run.stderr.removeprefix(start).strip() in (
+    said, _, fix = run.stderr.strip().partition("; run: ")
+    # Which one is looked for first is the program's affair.
+    packages = "numpy|psutil|pyyaml|tokenizers|torch"
+    assert re.fullmatch(f"error: {re.escape(sys.executable)} has no ({packages}), which this program needs", said), (
+        run.stderr
+    )
+    assert fix in (
         f"source {ROOT}/.venv/bin/activate",
         f"cd {ROOT} && bash tools/environment.sh requirements.txt && source .venv/bin/activate",
     )

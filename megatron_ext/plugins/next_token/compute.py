@@ -44,7 +44,8 @@ class DepthLayers(MegatronModule):
     ) -> None:
         super().__init__(config)
         # megatron-core's table of losses of experts has one row for each depth.
-        layers = (build_module(spec, config=config, layer_number=layer_number, **of_layers) for spec in specs)
+        settings = {"config": config, "layer_number": layer_number, **of_layers}
+        layers: list[Any] = [build_module(spec, **settings) for spec in specs]
         self.layers = torch.nn.ModuleList(layers)
 
     def forward(
