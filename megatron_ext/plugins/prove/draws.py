@@ -226,7 +226,8 @@ def drawn_kinds(random: Random) -> list[str]:
     kinds = [piece for one in brought("draws") for piece in one(random)]
     pattern = next((piece for piece in kinds if _PATTERN in piece), None)
     if pattern is not None:  # which says what each layer is: no other kind may
-        kinds, experts = [pattern], []
+        ahead = f"--mtp-num-layers 1 --mtp-hybrid-override-pattern {random.choice(('*-', '*'))}"
+        kinds, experts = [pattern, *taken(random, (0.15, ahead))], []
         if "E" in shlex.split(pattern)[1]:
             experts = [piece for piece in draw_experts(random) if "--moe-layer-freq" not in piece]
     return [*experts, *kinds, *_optimizer(random)]
