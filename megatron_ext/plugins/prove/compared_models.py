@@ -28,6 +28,7 @@ MODELS = {
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 "
         "--moe-shared-expert-intermediate-size 40 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
     ),
+    "positions with an offset, ReLU": "--num-layers 4 --position-embedding-offset 2 --relu",
     "packed": f"--num-layers 4 {_LLAMA} {_UNTIED} --reset-position-ids --reset-attention-mask",
     "packed, learned positions": "--num-layers 4 --reset-position-ids --reset-attention-mask",
     "windows": f"--num-layers 4 {_LLAMA} {_UNTIED} --window-size 15,0 --window-attn-skip-freq 2",
@@ -84,6 +85,12 @@ MODELS = {
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-router-num-groups 4 "
         "--moe-router-group-topk 2 --moe-router-group-scores 2 --moe-router-load-balancing-type aux_loss "
         "global_aux_loss --moe-aux-loss-coeff 0.1 0.2"
+    ),
+    "experts averaged with a shared one": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-router-topk 3 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-of logits "
+        "--moe-router-bias-update-rate 0.02 --moe-router-unnormalized --moe-shared-expert-intermediate-size 48 "
+        "--moe-shared-expert-average --norm-position after-experts --moe-router-dtype fp32 --moe-aux-loss-coeff 0.1"
     ),
     "experts in a latent width": (
         f"--num-layers 4 {_LLAMA} {_UNTIED} --num-experts 8 --moe-ffn-hidden-size 48 --moe-latent-size 24 "
