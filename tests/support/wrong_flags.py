@@ -65,6 +65,11 @@ EXAMPLES = {
     "A pattern with more letters than layers": Example(
         "--hybrid-layer-pattern M-M-M-M-M* --mamba-num-groups 2", "--num-layers 10"
     ),
+    "A depth with letters that no layer has": Example(
+        "--position-embedding-type rope --hybrid-layer-pattern M-M-M-M* --mamba-num-groups 2 --mtp-num-layers 1 "
+        "--mtp-hybrid-override-pattern E",
+        "--mtp-hybrid-override-pattern '*'",
+    ),
     "A factor that a norm takes out again": Example(
         "--residual-multiplier 0.5 --norm-position after", "--residual-multiplier 1"
     ),
@@ -540,6 +545,7 @@ _WRONG = """
   [1,0]
 --hybrid-layer-pattern M-M-M-MX --mamba-num-groups 2
 --hybrid-layer-pattern M-M-M-M* --mamba-num-groups 3
+--mtp-num-layers 1 --mtp-hybrid-override-pattern M
 --mlp-multipliers 1 2
 --num-layers 2 --swiglu --position-embedding-type none --mlp-multipliers 1 2 --hybrid-layer-pattern **
   --transformer-impl local

@@ -4,7 +4,6 @@ It imports transformers, and runs where `megatron_ext.device` is not installed (
 """
 
 import importlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.families.reading import WITHOUT_BEARING
 from megatron_ext.plugins.huggingface.transformers_reference import use_plain_torch
+from megatron_ext.untrusted.text import load_json, read_file
 
 VOCABULARY, LENGTH = 1003, 48
 _SMALL: dict[str, int] = {
@@ -135,7 +135,7 @@ class TinyModels:
 
     def written_content(self) -> dict[str, Any]:
         """Return the `config.json` of the tiny model."""
-        return dict(json.loads((self.base.folder / "config.json").read_text()))
+        return dict(load_json(read_file(self.base.folder / "config.json", most=1 << 20)))
 
     def effects(self) -> Iterator[Effect]:
         """Yield, for each key that may have a bearing, what another value does."""

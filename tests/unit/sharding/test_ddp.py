@@ -21,6 +21,7 @@ class Chunk:
 
     def __init__(self, name: str, calls: list[str], model: torch.nn.Module | None = None):
         self.name, self.calls, self.model = name, calls, model
+        self.narrow: list[Any] = []
         self.remove_forward_pre_hook_handles: dict[torch.nn.Module, Any] = {}
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:

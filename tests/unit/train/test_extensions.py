@@ -27,6 +27,7 @@ PARTS: dict[str, Any] = {
     "layer_parameters": lambda config, layer: [],
     "optimizer": OPTIMIZERS["lion"],
     "learning_rate": lambda samples, rate: rate,
+    "families": (NOTHING,),
 }
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
+from megatron_ext.untrusted.text import load_json
 
 _TOLERANCE = 1e-5
 
@@ -54,7 +55,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
     for word in words:
         key, _, value = word.partition("=")
         try:
-            found[key] = json.loads(value)
+            found[key] = load_json(value.encode())
         except ValueError:
             raise ConfigurationError(
                 f"--set {word}: the value is no JSON; a text is written as key='\"text\"'"

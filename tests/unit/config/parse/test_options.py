@@ -120,7 +120,7 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
         ),
         ("", "batch-size: 2\nmicro_batch_size: 3\n", 1, {"micro_batch_size"}),
         ("", "micro-batch-size: 2\nmicro_batch_size: 3\n", 1, {"micro_batch_size"}),
-        ("", "mtp_hybrid_override_pattern: M\n", 1, set()),
+        ("", "mtp_use_repeated_layer: true\n", 1, set()),
         ("--deepspeed_config x", None, 1, set()),
         ("--use-mcore-models 1", None, ["unexpected argument '1' after --use-mcore-models"], set()),
         (

@@ -94,6 +94,8 @@ def config_with(name: str) -> Config:
     flags |= dict.fromkeys((name for name in shapes_and_function() if name.startswith("dsa_indexer")), INDEXED)
     flags |= dict.fromkeys(("hybrid_layer_pattern", "mamba_num_heads"), HYBRID)
     flags |= dict.fromkeys((name for name in shapes_and_function() if name.startswith("scan_")), SCANS)
+    in_depths = HYBRID.replace("M-M*M-M*", "M-M*M-M*/-")
+    flags["mtp_hybrid_override_pattern"] = f"{in_depths} --position-embedding-type rope"
     flags |= {"mamba_multipliers": f"{HYBRID} --mamba-multipliers 1 1 2 1 1"}
     flags["full_attn_idxs"] = f"{BASE} --full-attn-idxs 1"
     flags |= {"mixer_multipliers": f"{HYBRID.replace('M-M*', 'B-B-')} --mixer-multipliers 1 2"}
@@ -134,6 +136,7 @@ TEXTS = {
     "moe_layer_freq": "3",
     "linear_attention_freq": "3",
     "hybrid_layer_pattern": "M-M-M-M*",
+    "mtp_hybrid_override_pattern": "*-",
     "experimental_attention_variant": "kimi_delta",
 }
 """Other values of fields that are texts with a meaning, or 0."""
