@@ -490,6 +490,12 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"moe_intermediate_size": 32, "routed_scaling_factor": 1.7, "tie_word_embeddings": True},
         "pad_token_id": None,
     },
+    "LFM2 with experts, unnormalized": {
+        **{"model_type": "lfm2_moe", **_PLAIN, "num_hidden_layers": 4, "num_key_value_heads": 2, "num_experts": 6},
+        **{"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 0, "num_experts_per_tok": 3},
+        **{"moe_intermediate_size": 24, "norm_topk_prob": False, "use_expert_bias": False, "tie_word_embeddings": True},
+        "pad_token_id": None,
+    },
     "OLMo hybrid": {
         **{"model_type": "olmo_hybrid", **_DELTA, **_UNTIED, "layer_types": None, "partial_rotary_factor": 1.0},
         **{"pad_token_id": None, "rope_parameters": {"rope_theta": None}},

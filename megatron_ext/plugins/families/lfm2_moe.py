@@ -1,5 +1,5 @@
-"""LFM2 with experts: lfm2 with experts chosen by a sigmoid, with a bias or without, after `num_dense_layers`; their
-weights must be normalized (`norm_topk_prob`)."""
+"""LFM2 with experts: lfm2 with experts chosen by a sigmoid, with a bias or without, after `num_dense_layers`;
+`norm_topk_prob` false is `--moe-router-unnormalized`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from megatron_ext.parts.stack import layers
 from megatron_ext.plugins.families import shared
 from megatron_ext.plugins.families.family import EXPERT_BIAS, Family
 from megatron_ext.plugins.families.lfm2 import LFM2, LFM2_KEYS
-from megatron_ext.plugins.families.mixtures import consecutive_mixtures
+from megatron_ext.plugins.families.mixtures import UNNORMALIZED, consecutive_mixtures
 from megatron_ext.plugins.families.reading import Reading
 
 _NAMES = {
@@ -21,11 +21,12 @@ def _read(reading: Reading) -> dict[str, Any]:
     first, numbers = reading.integer("num_dense_layers", 2, least=0), shared.layer_numbers(reading)
     if first >= len(numbers) and reading.is_readable:
         reading.problems.append(f"num_dense_layers {first} leave none of num_hidden_layers {len(numbers)} experts")
-    reading.refuse_unless("norm_topk_prob", True, True, "only true is supported")
+    sums = reading.boolean("norm_topk_prob", True)
     count, width = reading.integer("num_experts"), reading.integer("moe_intermediate_size")
     scale = reading.number("routed_scaling_factor", 1.0)
+    values = shared.expert_values(reading, count, width, normalized=sums)
     return {
-        **shared.expert_values(reading, count, width, normalized=True),
+        **{**values, "moe_router_pre_softmax": False, UNNORMALIZED: not sums and values["moe_router_topk"] > 1},
         "moe_router_enable_expert_bias": reading.boolean("use_expert_bias", True),
         "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
         "moe_layer_freq": None if first == 0 else shared.pattern([number >= first for number in numbers]),
@@ -35,7 +36,7 @@ def _read(reading: Reading) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        **{**shared.expert_json(config), "num_experts": model.num_experts, "norm_topk_prob": True},
+        **{**shared.expert_json(config), "num_experts": model.num_experts, "norm_topk_prob": not model.moe_router_unnormalized},
         **{
             "moe_intermediate_size": model.expert_ffn_hidden_size,
             "use_expert_bias": model.moe_router_enable_expert_bias,

@@ -63,6 +63,7 @@ class _Families(Mapping[str, Family]):
 
 
 FAMILIES = _Families()
+_UNNORMALIZED = "moe_router_unnormalized"
 
 
 def family_of(config: Config) -> Family:
@@ -114,10 +115,8 @@ def written_as(config: Config) -> tuple[Family, Config]:
         model = dataclasses.replace(config.model, mtp_num_layers=None, mtp_hybrid_override_pattern=None)
         config = dataclasses.replace(config, model=model)
         family = family_of(config)
-    model = config.model
-    has_raw_scores = model.moe_router_topk == 1 and model.moe_router_score_function != "softmax"
-    if _has_experts(config) and has_raw_scores and "moe_router_unnormalized" not in family.fixed:
-        config = dataclasses.replace(config, model=dataclasses.replace(model, moe_router_unnormalized=True))
+    if _has_one_raw_score(config) and _UNNORMALIZED not in family.fixed:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, moe_router_unnormalized=True))
     return family, config
 
 
@@ -130,11 +129,19 @@ def obstacles(config: Config, family: Family) -> list[str]:
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
+    if _has_one_raw_score(config) and family.dependent_flags(model).get(_UNNORMALIZED) is False:
+        found.append("--moe-router-topk above 1")  # a share of one score is 1
     if model.is_sinkhorn and _has_experts(config):
         found.append("no --moe-router-load-balancing-type sinkhorn")
     if family.has_experts and not family.may_be_dense and not _has_experts(config):
         found.append("--num-experts")
     return found
+
+
+def _has_one_raw_score(config: Config) -> bool:
+    """Return whether a token has one expert, whose score is its weight and no share of a sum."""
+    model = config.model
+    return _has_experts(config) and model.moe_router_topk == 1 and model.moe_router_score_function != "softmax"
 
 
 def _has_experts(config: Config) -> bool:
