@@ -64,6 +64,9 @@ RUNS: dict[str, tuple[int, str]] = {
     "short convolutions": (1, "--full-attn-idxs 1"),
     "letters": (1, f"{ROPE} --num-layers 4 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern M-M* "
                    "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2"),
+    "letters ahead": (1, f"{ROPE} --num-layers 4 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern "
+                         "M-M* --mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2 --mtp-num-layers 1 "
+                         "--mtp-hybrid-override-pattern M"),
     "selective scans": (1, "--num-layers 4 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern S-S* "
                            "--scan-state-dim 6 --scan-norm without-weights"),
     "side by side": (1, f"{ROPE} --num-layers 2 --normalization RMSNorm --disable-bias-linear --hybrid-layer-pattern "
@@ -152,6 +155,7 @@ CHANGES: dict[str, tuple[str, str]] = {
         "rope", "--normalization RMSNorm --disable-bias-linear --experimental-attention-variant gated_delta_net "
         "--linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4"),
     "hybrid_layer_pattern": ("letters", "--hybrid-layer-pattern M-*M"),
+    "mtp_hybrid_override_pattern": ("letters ahead", "--mtp-hybrid-override-pattern *"),
     "mamba_state_dim": ("letters", "--mamba-state-dim 4"),
     "mamba_head_dim": ("letters", "--mamba-head-dim 4 --mamba-num-heads 8"),
     "mamba_num_groups": ("letters", "--mamba-num-groups 4"),
