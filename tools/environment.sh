@@ -53,7 +53,7 @@ install_requirements() {
         "${pip[@]}" 2> >(grep -v '^WARNING: Location' >&2)
     else
         "${pip[@]}" --progress-bar off 2> >(grep -v '^WARNING: Location' >&2) \
-            > >(sed -un -E 's/^ *(Downloading|Processing|Building wheel for|Installing) (.*)/   \1 \2/p' | cut -c1-160)
+            > >(sed -un -E 's/^ *(Downloading|Processing|Building wheel for|Installing) (.{0,140}).*/   \1 \2/p')
     fi
     # The command megatron-ext, of the sources as they are here. All that building it needs is installed by now.
     python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .

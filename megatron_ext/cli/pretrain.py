@@ -38,6 +38,10 @@ def main(argv: Sequence[str], status: "RunStatus", **own: Any) -> int:
     environment.check_launch()
     from megatron_ext.registry import with_own
 
+    if own:
+        from megatron_ext.train.extensions import require_known  # imports numpy
+
+        require_known(own)
     with with_own("families", own.get("families", ())):  # of which configuring asks, too
         return _run(argv, status, own)
 

@@ -6,7 +6,7 @@ learning-rate schedule, families of Hugging Face models.
 docs/extending.md has an example of each. Every function is called on every rank that has a use for it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -51,6 +51,21 @@ LayerSpec = Callable[["ModuleSpec", "Layer"], "ModuleSpec"]
 
 OptimizerClass = Callable[..., "torch.optim.Optimizer"]
 """A class derived from torch.optim.Optimizer, or `functools.partial` of one with its arguments."""
+
+
+def require_known(names: Iterable[str]) -> None:
+    """Require that each argument that brings in a user's code is one of `Extensions`.
+
+    Raises:
+        ConfigurationError: one is not; the message names all that there are.
+    """
+    known = [part.name for part in fields(Extensions)]
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(
+                f"no part of a run is called {name}=; of your own can be {', '.join(f'{one}=' for one in known)} "
+                "(docs/extending.md)"
+            )
 
 
 @dataclass(frozen=True)

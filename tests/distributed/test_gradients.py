@@ -133,7 +133,6 @@ EVERY_KIND = {
     "one token ahead": "",
     "hybrid, two tokens ahead": "--moe-router-topk 8",
     "tied hybrid, a token ahead": "",
-    "tied hybrid, a token ahead": "",
     "experts with biases": "--moe-router-topk 8",
     "experts in a latent width": "--moe-router-topk 8",
     "routing by groups": "--moe-router-topk 16 --moe-router-group-topk 4",

@@ -36,7 +36,11 @@ def _read(reading: Reading) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     model = config.model
     return {
-        **{**shared.expert_json(config), "num_experts": model.num_experts, "norm_topk_prob": not model.moe_router_unnormalized},
+        **{
+            **shared.expert_json(config),
+            "num_experts": model.num_experts,
+            "norm_topk_prob": not model.moe_router_unnormalized,
+        },
         **{
             "moe_intermediate_size": model.expert_ffn_hidden_size,
             "use_expert_bias": model.moe_router_enable_expert_bias,

@@ -232,6 +232,8 @@ def model_with_logits(config: Any) -> Any:
 class _TextWithHead(torch.nn.Module):
     """A text model of a model of text and images, with the output layer of the whole."""
 
+    base_model_prefix = "model"
+
     def __init__(self, model: Any):
         super().__init__()
         self.model, self.config = model, model.config

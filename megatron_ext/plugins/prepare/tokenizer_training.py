@@ -19,7 +19,7 @@ def sample_texts(texts: Iterable[str], share: float) -> Iterator[str]:
     return (text for text in texts if zlib.crc32(text.encode("utf-8", "replace")) < share * 2**32)
 
 
-def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path, *, or_fewer: bool = False) -> None:
     """Train GPT-2's kind of tokenizer: BPE over bytes, so that nothing is ever unknown.
 
     Writes tokenizer.json and tokenizer_config.json, which HuggingFaceTokenizer and transformers read. Id 0 is
@@ -27,7 +27,7 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
 
     Raises:
         ConfigurationError: the vocabulary size is below 257 (256 bytes and the special token), or the text is too
-            little for it.
+            little for it, unless fewer entries will do (`or_fewer`).
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -45,7 +45,7 @@ def train_bytelevel_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> 
     )
     tokenizer.train_from_iterator(texts, trainer)
     entries = tokenizer.get_vocab_size()
-    if entries < vocab_size:
+    if entries < vocab_size and not or_fewer:
         raise ConfigurationError(f"--vocab-size {vocab_size}: the text has merges for {entries} entries; use {entries}")
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "tokenizer.json") as file:

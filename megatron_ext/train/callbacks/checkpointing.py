@@ -103,7 +103,8 @@ class Checkpointing(Callback):
         self.saved_at = None
         if trainer.run.rank == 0:
             what = "" if isinstance(error, FolderRemovedError) else f"NO CHECKPOINT of iteration {iteration}: "
-            warn(f"{what}{error} The run goes on, and saves again at the next interval and at its end")
+            said = str(error).replace(", and start again", "")  # which nobody has to: it is written for a run that ends
+            warn(f"{what}{said} The run goes on, and saves again at the next interval and at its end")
         trainer.report_save_failure(
             SaveFailure(
                 iteration=iteration, consumed_samples=trainer.run.state.consumed_samples, save_failure=str(error)

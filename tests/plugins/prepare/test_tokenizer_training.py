@@ -79,6 +79,18 @@ def test_vocabularies_that_cannot_be(tmp_path: Path, train: Callable[[list[str]]
     assert not list(tmp_path.iterdir())
 
 
+def test_a_text_with_few_merges_has_a_tokenizer_of_fewer_entries(
+    tmp_path: Path, train: Callable[[list[str]], int]
+) -> None:
+    (tmp_path / "in.txt").write_text("one line, again and again\n" * 50)
+    words = ["--input", str(tmp_path / "in.txt"), "--output-dir", str(tmp_path / "made"), "--vocab-size", "1024"]
+    with pytest.raises(ConfigurationError, match=r"the text has merges for \d+ entries") as caught:
+        train(words)
+    assert train([*words, "--or-fewer"]) == 0
+    made = json.loads((tmp_path / "made/tokenizer.json").read_text())
+    assert str(caught.value).endswith(f"; use {len(made['model']['vocab'])}")
+
+
 def test_a_sample_is_the_same_every_time_and_about_as_large_as_asked():
     texts = [f"text {i}" for i in range(10_000)]
     chosen = list(sample_texts(texts, 0.25))

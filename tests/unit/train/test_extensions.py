@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli.pretrain import main
 from megatron_ext.config.derived.cuda_graphs import FULL_ITERATION
 from megatron_ext.config.derived.optimizers import OPTIMIZERS
 from megatron_ext.config.parse.config_file import to_yaml
@@ -14,6 +15,7 @@ from megatron_ext.data.samples import SampleWindow, Source
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.catalogue import Parameter, count
 from megatron_ext.parts.own_parameters import with_own_parameters
+from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.train.extensions import NONE, Extensions, OwnSamples
 from megatron_ext.train.trainer import Callback
 from tests.support.small_models import small_config
@@ -29,6 +31,11 @@ PARTS: dict[str, Any] = {
     "learning_rate": lambda samples, rate: rate,
     "families": (NOTHING,),
 }
+
+
+def test_a_part_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigurationError, match=r"no part of a run is called schedule=; .* learning_rate=, families="):
+        main(["--mock-data"], RunStatus(rank=0), schedule=PARTS["learning_rate"])
 
 
 def test_every_own_part_has_its_name() -> None:

@@ -5,7 +5,8 @@
 
 Reads metrics.jsonl in the folder (or the file that --metrics-file named) and exit.json next to it. --output replaces
 the file as a whole, as node_exporter's textfile collector needs it; with --every it is written again after so many
-seconds, until the run has ended. Without --output the text is printed.
+seconds, until the run has ended: it waits for the run's first row, and goes on after an end after which a launcher may
+start the ranks again. Without --output the text is printed.
 """
 
 import time
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.commandline import ToolParser, write_output
-from megatron_ext.errors import ConfigurationError
-from megatron_ext.terminal import say
+from megatron_ext.errors import ConfigurationError, StoppedBySignal
+from megatron_ext.terminal import note, say
 from megatron_ext.untrusted.metrics_rows import read_rows
 from megatron_ext.untrusted.text import load_json, read_file
+
+_ENDS = {0, ConfigurationError.exit_code, StoppedBySignal.exit_code}
+"""Exit codes after which no launcher starts the ranks again with success."""
 
 _GAUGES = {
     "iteration": "Steps done.",
@@ -47,17 +51,27 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.every is not None and (options.output is None or options.every <= 0):
         raise ConfigurationError(f"--every {options.every:g} needs --output FILE and a number of seconds above 0")
-    metrics = options.run / "metrics.jsonl" if options.run.is_dir() else options.run
+    if options.every is not None and not metrics_of(options.run).exists():
+        note(f"{options.run} has no metrics yet: they are waited for")
     while True:
+        metrics = metrics_of(options.run)
+        if options.every is not None and not metrics.exists():
+            time.sleep(options.every)
+            continue
         code = exit_code(metrics.parent / "exit.json")
         text = exposition(metrics, code)
         if options.output is None:
             say(text.rstrip("\n"))
             return 0
         write_output("--output", options.output, text)
-        if options.every is None or code is not None:
+        if options.every is None or code in _ENDS:
             return 0
         time.sleep(options.every)
+
+
+def metrics_of(run: Path) -> Path:
+    """Return the metrics file of a run's folder, or the file itself."""
+    return run / "metrics.jsonl" if run.is_dir() else run
 
 
 def exposition(metrics: Path, code: int | None) -> str:

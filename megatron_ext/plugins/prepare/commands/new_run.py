@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> int:
     parser = ToolParser("Make a model of your own text.", __doc__)
     parser.add_argument("run", type=Path, metavar="FOLDER", help="folder that is made, for all that comes of it")
     parser.add_argument(
-        "--text", "--input", required=True, type=Path, metavar="FOLDER", help="your files: text, or .jsonl"
+        "--text", "--input", required=True, type=Path, metavar="FOLDER", help="your files: text, .jsonl or .parquet"
     )
     parser.add_argument("--extensions", nargs="+", default=[], metavar="ENDING", help=EXTENSIONS)
     parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it; default 30")
@@ -103,6 +104,7 @@ def main(argv: list[str]) -> int:
     inputs += ["--extensions", *options.extensions] if options.extensions else []
     vocabulary = options.vocab_size or min(8192, max(512, 1 << (size // 400).bit_length()))
     making = _Making(options, inputs, vocabulary)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what follows is done
     try:
         return making.all_of_it(goes_on)
     except BaseException:
@@ -111,6 +113,8 @@ def main(argv: list[str]) -> int:
         else:  # nothing of worth, and it would refuse the next try
             shutil.rmtree(options.run)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _require_unfinished(run: Path, files: Sequence[InputFile]) -> None:
@@ -136,6 +140,7 @@ class _Making:
         self._data, self._saved = run / f"text_{options.json_keys}_document", run / "checkpoints"
         self._device = [] if options.device is None else ["--device", options.device]
         self._optimizer, self._rate = options.optimizer, options.lr
+        self._or_fewer = ["--or-fewer"] if options.vocab_size is None else []  # a repetitive text has few merges
         self._start, self._until = _USUAL_START, self._seconds
         self._begun = time.monotonic()
 
@@ -169,9 +174,8 @@ class _Making:
         run, tokenizer = self._run, str(self._run / "tokenizer")
         known = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
         self._part(0, f"{self._vocabulary} entries")
-        self._tool(
-            "train-tokenizer", "--input", *self._inputs, "--output-dir", tokenizer, "--vocab-size", self._vocabulary
-        )
+        entries = ["--vocab-size", self._vocabulary, *self._or_fewer]
+        self._tool("train-tokenizer", "--input", *self._inputs, "--output-dir", tokenizer, *entries)
         self._part(1)
         self._tool("preprocess", "--input", *self._inputs, "--output-prefix", run / "text", "--append-eod", *known)
         tokens = Path(f"{self._data}.bin").stat().st_size // 2  # ids below 65,536 are of two bytes

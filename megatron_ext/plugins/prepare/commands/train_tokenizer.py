@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
     add("--extensions", nargs="+", default=[], metavar="ENDING", help=EXTENSIONS)
     add("--output-dir", required=True, help="folder of the tokenizer's files")
     add("--vocab-size", type=int, required=True, help="entries, special tokens included")
+    add("--or-fewer", action="store_true", help="take fewer entries where the text has no more merges (hf-bpe)")
     add("--type", choices=TRAINABLE_TYPES, default="hf-bpe", help="kind of tokenizer")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text is used")
     add("--max-bytes", type=int, metavar="N", help="train on about N bytes, a fixed sample of the documents")
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
     folder = Path(options.output_dir)
     say(f"training a {options.type} tokenizer of {options.vocab_size} entries, input {size / 1e6:.1f} MB")
     if options.type == "hf-bpe":
-        train_bytelevel_bpe(texts, options.vocab_size, folder)
+        train_bytelevel_bpe(texts, options.vocab_size, folder, or_fewer=options.or_fewer)
     else:
         train_sentencepiece(texts, options.vocab_size, folder, options.type.removeprefix("sentencepiece-"))
     say(f"wrote {folder} in {time.perf_counter() - start:.1f} s")

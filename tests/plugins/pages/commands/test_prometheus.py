@@ -1,8 +1,12 @@
 """Numbers of a real run as text for Prometheus."""
 
+import contextlib
 import json
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -18,13 +22,13 @@ def test_the_last_numbers_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     pretrain([*MODEL, "--save", str(tmp_path), "--log-interval", "1"])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     output = tmp_path / "pretrain.prom"
-    (tmp_path / "exit.json").write_text(json.dumps({"code": 74}))
+    (tmp_path / "exit.json").write_text(json.dumps({"code": 75}))
     assert main([str(tmp_path), "--output", str(output), "--every", "60"]) == 0, "a run that has ended is written once"
     lines = output.read_text().splitlines()
     values = dict(line.split(" ") for line in lines if not line.startswith("#"))
     steps = [row for row in rows if "lm_loss" in row]
     assert float(values["pretrain_lm_loss"]) == steps[-1]["lm_loss"]
-    assert (values["pretrain_iteration"], values["pretrain_exit_code"]) == ("3", "74")
+    assert (values["pretrain_iteration"], values["pretrain_exit_code"]) == ("3", "75")
     assert (
         float(values["pretrain_validation_loss"]) == [r for r in rows if "validation_loss" in r][-1]["validation_loss"]
     )
@@ -46,6 +50,35 @@ def test_the_last_numbers_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "\npretrain_save_failures 1\n" in f"\n{said}"
     assert "\npretrain_lm_loss NaN\n" in said
     assert "exit_code" not in said
+
+
+def test_an_end_after_which_ranks_start_again_is_not_the_last(tmp_path: Path) -> None:
+    """It begins before the first row, and goes on after the end of an attempt until that of the run."""
+    output, run = tmp_path / "pretrain.prom", tmp_path / "run"
+    watch = Thread(target=main, args=([str(run), "--output", str(output), "--every", "0.01"],))
+    watch.start()
+    run.mkdir()
+    (run / "exit.json").write_text(json.dumps({"code": 76}))
+    row = {"iteration": 1, "consumed_samples": 4, "consumed_tokens": 64, "lm_loss": 2.5}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    _until(lambda: "pretrain_exit_code 76\n" in output.read_text())
+    (run / "exit.json").unlink()
+    _until(lambda: "exit_code" not in output.read_text())
+    assert watch.is_alive()
+    (run / "exit.json").write_text(json.dumps({"code": 0}))
+    watch.join(60)
+    assert not watch.is_alive()
+    assert "pretrain_exit_code 0\n" in output.read_text()
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):  # not written yet
+            if holds():
+                return
+        time.sleep(0.01)
+    raise AssertionError("it has not come about in 60 s")
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

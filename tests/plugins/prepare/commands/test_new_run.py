@@ -3,7 +3,10 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +141,21 @@ def test_a_try_that_fails_leaves_no_folder(text: Path, tmp_path: Path, capfd: py
     with pytest.raises(SystemExit):
         new_run.main(["--help"])
     assert named <= set(re.findall(r"--[a-z-]+", capfd.readouterr().out))
+
+
+def test_a_try_that_is_stopped_leaves_no_folder(text: Path, tmp_path: Path) -> None:
+    """A scheduler or `timeout` ends it by SIGTERM; the same command then begins anew."""
+    run = tmp_path / "mine"
+    command = [sys.executable, "-m", "megatron_ext", "new", str(run), "--text", str(text), "--device", "cpu"]
+    with subprocess.Popen(command) as trying:
+        end = time.monotonic() + 60
+        while not run.exists():
+            assert trying.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        trying.terminate()
+        assert trying.wait(60) == 128 + signal.SIGTERM
+    assert not run.exists()
 
 
 @pytest.mark.parametrize(
