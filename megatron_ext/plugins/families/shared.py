@@ -194,7 +194,10 @@ def decoder_values(
         reading.refuse_unless("hidden_act", activation, activation, f"but the MLP here is {mlp}: {activation}")
     if biases is not None:
         attention = reading.boolean("attention_bias", False)
-        values |= bias_flags(attention, attention, biases == "all" and reading.boolean("mlp_bias", False))
+        found = bias_flags(attention, attention, biases == "all" and reading.boolean("mlp_bias", False))
+        if biases == "attention":
+            del found["add_mlp_bias"]  # which config.json cannot say, so that a model with it is not of the family
+        values |= found
     refuse_others(reading, {"activation": "swiglu", "rope_interleaved": False, "use_mrope": False})
     return values
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.families.family import usual_values
 from megatron_ext.plugins.families.hf_config import hf_config
-from megatron_ext.plugins.families.registry import family_of
+from megatron_ext.plugins.families.registry import FAMILIES, family_of, obstacles
 from tests.support.family_configs import GPT2_WRITTEN, SCALING, WRITTEN, read_config
 from tests.support.small_models import LLAMA, small_config
 
@@ -304,3 +304,11 @@ def test_mistrals_window_counts_the_querys_own_position() -> None:
 )
 def test_what_gpt_2_may_not_say(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
     assert _problems(tmp_path, {**GPT2_WRITTEN, **changes}) == [problem]
+
+
+@pytest.mark.parametrize("name", ["apertus", "cohere", "gemma", "granitemoe", "granitemoeshared", "qwen3", "dots1"])
+def test_biases_of_an_mlp_are_no_shape_of_a_family_without_them(name: str) -> None:
+    """Their tensors would have no place in the export, and its file would be short of them."""
+    for biased in (True, False):
+        config = small_config(model={**LLAMA, "disable_bias_linear": True, "add_mlp_bias": biased})
+        assert ("no --add-mlp-bias" in obstacles(config, FAMILIES[name])) == biased
