@@ -344,47 +344,16 @@ def _span(
 def convolved_inputs(inputs_PKBGX: torch.Tensor, weight_GXK: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
     """Return the sum over the latest K positions of each, of its own document, with a weight for each channel and
     distance, [P, S, B, G, X]. inputs_PKBGX: [P, K - 1 + S, B, G, X]."""
-    return _Convolution.apply(inputs_PKBGX, weight_GXK, ids)  # pyright: ignore[reportReturnType]
-
-
-class _Convolution(torch.autograd.Function):
-    """Adds each place of the kernel to one sum, and each place's gradient to one gradient of the inputs: autograd would
-    make a tensor for each product and for each sum, and one more, filled with zeros, for each slice of the inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inputs_PKBGX: torch.Tensor, weight_GXK: torch.Tensor, ids: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inputs_PKBGX, weight_GXK, ids)
-        kernel = weight_GXK.size(-1)
-        total = inputs_PKBGX[:, kernel - 1 :] * weight_GXK[..., -1]
-        for place in range(kernel - 1):
-            seen = inputs_PKBGX[:, place : place + total.size(1)]
-            total.addcmul_(_of_own_document(seen, ids, place, kernel), weight_GXK[..., place])
-        return total
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        inputs_PKBGX, weight_GXK, ids = ctx.saved_tensors
-        kernel, length = weight_GXK.size(-1), grad.size(1)
-        for_inputs, for_weight = torch.zeros_like(inputs_PKBGX), torch.empty_like(weight_GXK)
-        for place in range(kernel):
-            of_place = _of_own_document(grad, ids, place, kernel)
-            seen = slice(place, place + length)
-            for_inputs[:, seen].addcmul_(of_place, weight_GXK[..., place])
-            for_weight[..., place] = (of_place * inputs_PKBGX[:, seen]).sum((0, 1, 2))
-        return for_inputs, for_weight, None
-
-
-def _of_own_document(x_PSBGX: torch.Tensor, ids: torch.Tensor | None, place: int, kernel: int) -> torch.Tensor:
-    """Return x with zeros at positions that are of another document than the position which the kernel's `place` sees
-    from them."""
-    if ids is None or place == kernel - 1:
-        return x_PSBGX
-    same = ids[:, 1 + place : 1 + place + x_PSBGX.size(1)] == ids[:, kernel:]
-    return x_PSBGX * same[..., None, None]
+    kernel = weight_GXK.size(-1)
+    length = inputs_PKBGX.size(1) - kernel + 1
+    total = inputs_PKBGX[:, kernel - 1 :] * weight_GXK[..., -1]
+    for place in range(kernel - 1):
+        seen = inputs_PKBGX[:, place : place + length]
+        if ids is not None:
+            same = ids[:, 1 + place : 1 + place + length] == ids[:, kernel:]
+            seen = seen * same[..., None, None]
+        total = total + seen * weight_GXK[..., place]
+    return total
 
 
 def _normed(x: torch.Tensor) -> torch.Tensor:

@@ -113,30 +113,10 @@ def _products(
 ) -> list[torch.Tensor]:
     """Return, for each of `rows`, [..., C, D], its products with all keys of the chunk, each times the decay from the
     key's position to the row's, [..., C, C]; 0 where a position does not see the other."""
-    between: Any = _Decays.apply(total_C1, sees_CC, key_CD.dtype)
+    itself = torch.eye(sees_CC.size(-1), dtype=torch.bool, device=sees_CC.device)
+    differences = (total_C1 - total_C1.transpose(-1, -2)).to(key_CD.dtype)
+    between = differences.masked_fill(~sees_CC, -torch.inf).masked_fill(itself, 0.0).exp()
     return [(row @ key_CD.transpose(-1, -2)) * between for row in rows]
-
-
-class _Decays(torch.autograd.Function):
-    """Computes the decay from each position of a chunk to each that sees it, exp(total_i - total_j), and 0 elsewhere.
-    The gradients of differences are summed up in fp64 as they are read, and none is kept but the decays."""
-
-    @staticmethod
-    def forward(ctx: Any, total_C1: torch.Tensor, sees_CC: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        differences = (total_C1 - total_C1.transpose(-1, -2)).to(dtype)
-        between = differences.masked_fill_(~sees_CC, -torch.inf).exp_()
-        ctx.save_for_backward(between)
-        ctx.of_total = total_C1.dtype
-        return between
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (between,) = ctx.saved_tensors
-        for_differences = grad * between
-        for_differences.diagonal(dim1=-2, dim2=-1).zero_()  # a position's decay to itself is 1, whatever its total
-        later = for_differences.sum(-1, keepdim=True, dtype=ctx.of_total)
-        earlier = for_differences.sum(-2, keepdim=True, dtype=ctx.of_total)
-        return later - earlier.transpose(-1, -2), None, None
 
 
 def _products_by_channel(
