@@ -9,6 +9,7 @@ are NaN. A draw with a moment to kill at is trained by the program itself, kille
 """
 
 import dataclasses
+import math
 import os
 import shutil
 import signal
@@ -43,6 +44,9 @@ update."""
 
 SIGNIFICANT = 1e-3
 """Size of a gradient's element, relative to the root mean square of its tensor."""
+
+NOTHING = 1e-13
+"""Norm of a tensor's gradient in fp64, relative to that of the whole gradient, below which it is rounding alone."""
 
 SHORT_FACTOR = 2 * BF16_FACTOR
 """BF16_FACTOR, which is for 20 steps, widened for the few numbers of a draw: the largest of five is less sure."""
@@ -151,6 +155,14 @@ class Trials:
         except RankError as error:
             return [f"in fp64: {_last_lines(error)}"]
         joined = _joined(first, second)
+        # Such a parameter changes no result (the bias of a key's norm moves all scores of a query alike), and an
+        # optimizer that divides by the size of its gradient moves it at random.
+        silent = _rounded_gradients(alone) & _rounded_gradients(joined)
+        joined = replace(
+            joined,
+            gradients=joined.gradients | {name: alone.gradients[name] for name in silent},
+            final_weights=joined.final_weights | {name: alone.final_weights[name] for name in silent},
+        )
         found = compare(alone, joined)
         numbers = {"loss": found.loss, "gradient norm": found.grad_norm, "validation loss": found.validation_loss}
         numbers |= {f"first gradient of {name}": distance for name, distance in found.gradients.items()}
@@ -328,6 +340,13 @@ def _of_numbers(alone: RunRecord, other: RunRecord, tolerance: float = CURVE_TOL
             if not distance <= tolerance
         ]
     return problems
+
+
+def _rounded_gradients(run: RunRecord) -> set[str]:
+    """Return the parameters whose first gradient in fp64 is rounding alone: not zero, but next to nothing."""
+    norms = {name: float(np.linalg.norm(gradient)) for name, gradient in run.gradients.items()}
+    least = NOTHING * math.hypot(*norms.values())
+    return {name for name, norm in norms.items() if 0 < norm < least}
 
 
 def _of_last_weights(

@@ -74,6 +74,20 @@ def test_a_fault_of_a_layout_is_no_rounding(folder: Path, data: list[str]) -> No
     assert not verdict.is_rounding
 
 
+def test_a_parameter_without_a_gradient_but_rounding_may_go_where_it_likes(folder: Path, data: list[str]) -> None:
+    """Without rotation the bias of a key's norm adds the same to all scores of a query, which the softmax takes out; a
+    fault in it would be no rounding."""
+    biased = (*SMALL, "--position-embedding-type none --normalization LayerNorm --qk-layernorm --optimizer adam")
+    drawn = Draw(biased, Layout(2, ("--tensor-model-parallel-size 2",)), ONE_PROCESS)
+    verdict = Trials(folder / "silent", data).verdict(drawn)
+    assert any("k_layernorm.bias" in problem for problem in verdict.problems)
+    assert verdict.is_rounding
+    verdict = Trials(folder / "planted", data, planted.forget_sequence_parallel_mark).verdict(
+        Draw(biased, Layout(2, ("--tensor-model-parallel-size 2 --sequence-parallel",)), ONE_PROCESS)
+    )
+    assert not verdict.is_rounding
+
+
 def test_a_state_that_is_resumed_otherwise_is_found(folder: Path, data: list[str]) -> None:
     """Each rank's own momentum: two steps, of which the first does not depend on it, in each of two layouts."""
     drawn = Draw((*SMALL, "--optimizer muon"), Layout(2, ()), Layout(2, ("--use-distributed-optimizer",)))
