@@ -154,7 +154,7 @@ def embedding_parameters(config: Config) -> Iterator[Parameter]:
         WORD_EMBEDDINGS,
         shape,
         "embedding",
-        *_embedding_init(model, shape),
+        *_embedding_init(model, _true_shape(config)),
         tp_dim=0,
         true_rows=_true_rows(config),
     )
@@ -218,7 +218,7 @@ def output_parameters(config: Config) -> Iterator[Parameter]:
             OUTPUT_LAYER,
             shape,
             "output",
-            *matrix_init(model, shape, model.init_method_std),
+            *matrix_init(model, _true_shape(config), model.init_method_std),
             tp_dim=0,
             true_rows=_true_rows(config),
         )
@@ -231,6 +231,11 @@ def _embedding_init(model: ModelConfig, shape: tuple[int, int]) -> tuple[Literal
     """Return the initialization of an embedding: as a matrix's, unless --embedding-init-method-std says otherwise."""
     std, usual = model.embedding_init_method_std, model.init_method_std
     return matrix_init(model, shape, usual) if std in (None, usual) else ("normal", std)
+
+
+def _true_shape(config: Config) -> tuple[int, int]:
+    """Return the shape of a matrix over the vocabulary by which it begins: without padding, which layouts differ in."""
+    return config.data.vocab_size or config.model.padded_vocab_size, config.model.hidden_size
 
 
 def _true_rows(config: Config) -> int | None:

@@ -207,7 +207,7 @@ def test_stages_of_word_embeddings(size: int, untied: bool, expected: list[int])
     [
         ({}, ("normal", 0.03), ("normal", 0.03)),
         ({"embedding_init_method_std": 0.5}, ("normal", 0.03), ("normal", 0.5)),
-        ({"init_method_xavier_uniform": True}, ("uniform", (2 / 148) ** 0.5), ("uniform", (2 / 176) ** 0.5)),
+        ({"init_method_xavier_uniform": True}, ("uniform", (2 / 148) ** 0.5), ("uniform", (2 / 148) ** 0.5)),
         (
             {"init_method_xavier_uniform": True, "embedding_init_method_std": 0.5},
             ("uniform", (2 / 148) ** 0.5),
@@ -216,7 +216,7 @@ def test_stages_of_word_embeddings(size: int, untied: bool, expected: list[int])
         (
             {"init_method_xavier_uniform": True, "embedding_init_method_std": 0.03},
             ("uniform", (2 / 148) ** 0.5),
-            ("uniform", (2 / 176) ** 0.5),
+            ("uniform", (2 / 148) ** 0.5),
         ),
     ],
 )
@@ -224,6 +224,16 @@ def test_how_matrices_and_embeddings_begin(model: dict[str, Any], matrix: Any, e
     by_name = {one.name: (one.init, one.std) for one in parameters(distinct_config(model))}
     assert by_name["decoder.layers.1.self_attention.linear_qkv.weight"] == matrix
     assert by_name["embedding.word_embeddings.weight"] == embedding
+
+
+@pytest.mark.parametrize("flag", ["init_method_xavier_uniform", "use_mup"])
+def test_padding_of_the_vocabulary_has_no_bearing_on_how_a_model_begins(flag: str) -> None:
+    """Layouts differ in it: rows are a multiple of 128 x TP."""
+    begun = []
+    for rows in (128, 256, 512):
+        model = {flag: True, "padded_vocab_size": rows, "untie_embeddings_and_output_weights": True}
+        begun.append({one.name: (one.init, one.std) for one in parameters(distinct_config(model))})
+    assert begun[0] == begun[1] == begun[2]
 
 
 @pytest.mark.parametrize(
