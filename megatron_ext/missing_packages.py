@@ -57,6 +57,7 @@ def _command(name: str) -> str:
     if root is None:
         return f"{sys.executable} -m pip install {name}"
     environment = root / ".venv"
-    if (environment / "bin/activate").exists() and Path(sys.prefix).resolve() != environment.resolve():
+    # tools/environment.sh leaves a file with this name once all is installed: before that, it goes on where it was.
+    if any(environment.glob(".installed-*")) and Path(sys.prefix).resolve() != environment.resolve():
         return f"source {environment}/bin/activate"
     return f"cd {root} && bash {_SET_UP} requirements.txt && source .venv/bin/activate"
