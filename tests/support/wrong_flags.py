@@ -545,7 +545,7 @@ _WRONG = """
   [1,0]
 --hybrid-layer-pattern M-M-M-MX --mamba-num-groups 2
 --hybrid-layer-pattern M-M-M-M* --mamba-num-groups 3
---mtp-num-layers 1 --mtp-hybrid-override-pattern M
+--position-embedding-type rope --mtp-num-layers 1 --mtp-hybrid-override-pattern M --mamba-num-groups 1
 --mlp-multipliers 1 2
 --num-layers 2 --swiglu --position-embedding-type none --mlp-multipliers 1 2 --hybrid-layer-pattern **
   --transformer-impl local
