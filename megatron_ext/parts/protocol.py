@@ -208,7 +208,7 @@ class Number:
     """Its tag in TensorBoard and other trackers."""
 
     title: str | None = None
-    """Its name in the log line; None: it is not in the line. Losses in nats follow the loss, others the norms."""
+    """Its name in the log line; None: it is not in the line. Means follow the loss, and largest numbers the norms."""
 
     def of(self, total: float, parts: int, microbatches: int, tokens: int) -> float:
         """Return the number; NaN for a mean over no tokens.

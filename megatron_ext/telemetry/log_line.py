@@ -85,7 +85,7 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
         f"learning rate: {metrics.learning_rate:.6E}",
         f"global batch size: {metrics.global_batch_size:5d}",
         f"lm loss: {scientific(metrics.lm_loss)}",
-        *(f"{number.title}: {scientific(value)}" for number, value in titled if number.unit == "nats"),
+        *(f"{number.title}: {scientific(value)}" for number, value in titled if number.mean != "largest"),
         f"loss scale: {metrics.loss_scale:.1f}",
     ]
     if metrics.grad_norm is not None:
@@ -95,7 +95,7 @@ def step_line(metrics: StepMetrics, now: datetime, *, throughput: bool = False) 
     if metrics.params_norm is not None:
         fields.append(f"params norm: {metrics.params_norm:.3f}")
     fields += [
-        *(f"{number.title}: {value:.3f}" for number, value in titled if number.unit != "nats"),
+        *(f"{number.title}: {value:.3f}" for number, value in titled if number.mean == "largest"),
         f"number of skipped iterations: {metrics.skipped_iterations:3d}",
         f"number of nan iterations: {metrics.nan_iterations:3d}",
     ]

@@ -22,16 +22,17 @@ _OF_A_PAIR, _OF_A_LOGIT = 24, 5
 GROUPED_ALIGNMENT = 8
 """Divisor that an expert's rows and columns need for a grouped product, whose kernel reads 16 bytes of bf16 at once."""
 
-# By megatron-core's names, under which its router records them, and Megatron-LM's tags. A balanced load has the loss 1.
+# By megatron-core's names, under which its router records them, and Megatron-LM's tags and names in the log line. A
+# balanced load has the loss 1.
 _BALANCE = {
-    of: Number(name, "of microbatches", "", name)
+    of: Number(name, "of microbatches", "", name, name)
     for of, name in (
         ("aux_loss", "load_balancing_loss"),
         ("seq_aux_loss", "seq_load_balancing_loss"),
         ("global_aux_loss", "global_load_balancing_loss"),
     )
 }
-_Z = Number("z_loss", "of microbatches", "nats^2", "z_loss")
+_Z = Number("z_loss", "of microbatches", "nats^2", "z_loss", "z_loss")
 
 
 class Capacity(NamedTuple):

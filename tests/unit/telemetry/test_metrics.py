@@ -179,7 +179,9 @@ def test_a_step_in_lines_for_programs_and_for_people() -> None:
     now = datetime(2026, 1, 2, 3, 4, 5, 6)
     begin = " [2026-01-02 03:04:05.000006] iteration       11/     112 | consumed samples:          113 | "
     time = "elapsed time per iteration (ms): 1900.0 | "
-    losses = "lm loss: 1.250000E+00 | mtp_1 loss: 1.500000E+00 | mtp_2 loss: 1.750000E+00"
+    balance = "load_balancing_loss: 2.850000E+01 | seq_load_balancing_loss: 2.860000E+01 | "
+    balance += "global_load_balancing_loss: 2.870000E+01 | z_loss: 2.950000E+01"
+    losses = f"lm loss: 1.250000E+00 | mtp_1 loss: 1.500000E+00 | mtp_2 loss: 1.750000E+00 | {balance}"
     rates = f"learning rate: 3.750000E-01 | global batch size:    15 | {losses} | loss scale: 16.0 | "
     norms = {
         "grad_norm": "grad norm: 2.500 | ",
