@@ -23,6 +23,10 @@ class ConfigurationError(TrainingError):
         super().__init__("\n".join(self.problems))
 
 
+class PluginError(ConfigurationError):
+    """Raised where an installed plugin cannot be used: by any program, while it is imported."""
+
+
 class DataError(TrainingError):
     """Raised for data that is present but wrong: truncated, altered, out of range."""
 

@@ -1,4 +1,5 @@
-"""Says in one line what to run where a Python that lacks the packages of this program has started it.
+"""Says in one line what to run where a Python that lacks the packages of this program has started it, or has a plugin
+of it that cannot be used.
 
     error: /usr/bin/python3 has no psutil, which this program needs; run: source /home/me/checkout/.venv/bin/activate
 
@@ -8,6 +9,9 @@ Every program imports this package before it imports any other, so that the pack
 import sys
 from pathlib import Path
 from types import TracebackType
+
+from megatron_ext.errors import ConfigurationError, PluginError
+from megatron_ext.terminal import note
 
 _DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
 _NEEDED = {"numpy", "psutil", "sentencepiece", "tokenizers", "torch", *_DISTRIBUTIONS}
@@ -19,18 +23,18 @@ _SET_UP = Path("tools/environment.sh")
 
 def explain() -> None:
     """End the process with exit code 64 and a line that says what to run, where it would end with the traceback of one
-    of our files that did not find a package of these. Other errors are shown as before."""
+    of our files that did not find a package of these, or of an error in a plugin. Other errors are shown as before."""
     sys.excepthook = _hook
 
 
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, PluginError):
+        note(f"error: {error}")
+        raise SystemExit(error.exit_code)
     lacking = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if lacking not in _NEEDED or not _is_ours(traceback):
         sys.__excepthook__(kind, error, traceback)
         return
-    from megatron_ext.errors import ConfigurationError
-    from megatron_ext.terminal import note
-
     name = _DISTRIBUTIONS.get(lacking, lacking)
     note(f"error: {sys.executable} has no {name}, which this program needs; run: {_command(name)}")
     raise SystemExit(ConfigurationError.exit_code)

@@ -15,13 +15,13 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import PluginError
 
 EXTENSION_POINTS = {
     "callbacks": "functions from a run to its callbacks (train/callbacks/standard.py)",
@@ -56,6 +56,7 @@ EXTENSION_POINTS = {
 """Extension points, by name: to each a plugin brings a tuple of objects, which the named file describes."""
 
 _GROUP = "megatron_ext.plugins"
+_PAGE = "(docs/own_mixer.md)"
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,28 @@ class Plugin:
 
 @functools.cache
 def plugins() -> dict[str, Plugin]:
-    """Return every plugin by name, sorted by name: the order in which their objects are asked.
+    """Return every plugin by name, in the order in which their objects are asked: our own by name, then others by name,
+    so that another's is blamed where both bring the same.
 
     Raises:
-        ConfigurationError: a plugin needs another one that is not installed, or brings something to no known point.
+        PluginError: a plugin cannot be imported, has the name of another one, needs one that is not installed,
+            or brings something to no known point.
     """
-    found = {plugin.name: plugin for plugin in sorted(_found(), key=lambda plugin: plugin.name)}
+    found: dict[str, Plugin] = {}
+    for plugin in (*sorted(_of_our_own(), key=_name), *sorted(_of_others(), key=_name)):
+        if plugin.name in found:
+            raise PluginError(f"two plugins have the name {plugin.name}; rename, or remove, one of them {_PAGE}")
+        found[plugin.name] = plugin
     for plugin in found.values():
         lacking = [name for name in plugin.needs if name not in found]
         if lacking:
-            raise ConfigurationError(
+            raise PluginError(
                 f"plugin {plugin.name} needs the plugin {lacking[0]}, which is not installed; install it, or remove "
                 f"{plugin.name}"
             )
         unknown = plugin.brings.keys() - EXTENSION_POINTS.keys()
         if unknown:
-            raise ConfigurationError(
+            raise PluginError(
                 f"plugin {plugin.name} brings {', '.join(sorted(unknown))}; the extension points are "
                 f"{', '.join(EXTENSION_POINTS)}"
             )
@@ -127,8 +134,59 @@ def with_own(point: str, objects: Iterable[Any]) -> Iterator[None]:
 
 @functools.cache
 def _brought(point: str) -> tuple[Any, ...]:
-    places = [plugin.brings[point] for plugin in plugins().values() if point in plugin.brings]
-    return tuple(one for place in places for one in (load(place) if isinstance(place, str) else place))
+    return tuple(one for plugin in plugins().values() for one in objects_of(plugin, point))
+
+
+def objects_of(plugin: Plugin, point: str) -> tuple[Any, ...]:
+    """Return what a plugin brings to a point.
+
+    Raises:
+        PluginError: the plugin is not ours, and what it names cannot be imported, or is no tuple.
+    """
+    place = plugin.brings.get(point, ())
+    if not isinstance(place, str) or _is_ours(place):
+        found = load(place) if isinstance(place, str) else place
+    else:
+        found = _imported(f"plugin {plugin.name} brings {point} {place!r}", lambda: load(place))
+    if not isinstance(found, tuple):
+        raise PluginError(
+            f"plugin {plugin.name} brings {point} that are {type(found).__name__}; bring a tuple of them {_PAGE}"
+        )
+    return found
+
+
+def _is_ours(place: str) -> bool:
+    return place.startswith(f"{__package__}.")
+
+
+def _imported(what: str, load_it: Callable[[], Any]) -> Any:
+    """Return what a function imports of somebody else's code.
+
+    Raises:
+        PluginError: it cannot be imported.
+    """
+    try:
+        return load_it()
+    except PluginError:
+        raise
+    except Exception as error:  # somebody else's code can raise anything
+        raise PluginError(
+            f"{what}, which cannot be imported: {type(error).__name__}: {error}{_line_of(error)}; mend it, or remove "
+            f"its package {_PAGE}"
+        ) from error
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the last line of the traceback that is nobody's but the imported code's, ` (mine.py, line 3)`."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text has the line
+    place, walked = "", error.__traceback__
+    while walked is not None:
+        name = walked.tb_frame.f_code.co_filename
+        if not name.startswith(("<", str(Path(__file__).parent))) and Path(name).parent.name != "importlib":
+            place = f" ({Path(name).name}, line {walked.tb_lineno})"
+        walked = walked.tb_next
+    return place
 
 
 def command_modules() -> dict[str, tuple[str, str]]:
@@ -148,14 +206,28 @@ def load(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _found() -> Iterable[Plugin]:
+def _name(plugin: Plugin) -> str:
+    return plugin.name
+
+
+def _of_our_own() -> Iterable[Plugin]:
     folder = Path(__file__).parent / "plugins"
     for package in pkgutil.iter_modules([str(folder)]) if folder.is_dir() else ():
         name = f"{__package__}.plugins.{package.name}.plugin"
         if importlib.util.find_spec(name) is not None:
             yield importlib.import_module(name).PLUGIN
+
+
+def _of_others() -> Iterable[Plugin]:
     for package in packages_elsewhere():
-        yield importlib.import_module(f"{package}.plugin").PLUGIN
+        what = f"the entry points of an installed package ({_GROUP}) name the plugin {package}"
+        plugin = _imported(what, lambda name=package: load(f"{name}.plugin:PLUGIN"))
+        if not isinstance(plugin, Plugin):
+            raise PluginError(
+                f"{package}.plugin has PLUGIN of the type {type(plugin).__name__}; make it a "
+                f"megatron_ext.registry.Plugin {_PAGE}"
+            )
+        yield plugin
 
 
 @functools.cache

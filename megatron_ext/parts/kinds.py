@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from megatron_ext.config.derived.layer_patterns import ATTENTION, EXPERTS, MLP, PIPE
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.errors import ConfigurationError
+from megatron_ext.errors import ConfigurationError, PluginError
 from megatron_ext.parts.attention.describe import attention_of
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.parts.protocol import Part
-from megatron_ext.registry import brought, load, plugins
+from megatron_ext.registry import brought, objects_of, plugins
 
 _PAGE = "(docs/own_mixer.md)"
 
@@ -42,23 +42,18 @@ def mixers() -> tuple[Mixer, ...]:
     """Return the kinds of mixers that plugins bring.
 
     Raises:
-        ConfigurationError: one is no `Mixer`, or has a letter that cannot be, or that another kind has.
+        PluginError: one is no `Mixer`, or has a letter that cannot be, or that another kind has.
     """
     taken: dict[str, str] = dict.fromkeys((ATTENTION, MLP, EXPERTS, PIPE), "the core")
     for plugin in plugins().values():
-        place = plugin.brings.get("mixers", ())
-        for kind in load(place) if isinstance(place, str) else place:
+        for kind in objects_of(plugin, "mixers"):
             who = f"plugin {plugin.name}: its mixer"
             if not isinstance(kind, Mixer):
-                raise ConfigurationError(
-                    f"{who} is {type(kind).__name__}; bring a tuple of Mixer(LETTER, describe) {_PAGE}"
-                )
+                raise PluginError(f"{who} is {type(kind).__name__}; bring a tuple of Mixer(LETTER, describe) {_PAGE}")
             if len(kind.letter) != 1 or not kind.letter.isprintable() or kind.letter.isspace():
-                raise ConfigurationError(f"{who} has the letter {kind.letter!r}; give it one character, as 'R' {_PAGE}")
+                raise PluginError(f"{who} has the letter {kind.letter!r}; give it one character, as 'R' {_PAGE}")
             if kind.letter in taken:
-                raise ConfigurationError(
-                    f"{who} has the letter {kind.letter!r} of {taken[kind.letter]}; take another {_PAGE}"
-                )
+                raise PluginError(f"{who} has the letter {kind.letter!r} of {taken[kind.letter]}; take another {_PAGE}")
             taken[kind.letter] = f"plugin {plugin.name}"
     return brought("mixers")
 

@@ -164,3 +164,51 @@ def test_a_plugin_that_cannot_be_is_named(wrong: dict[str, str], said: str, tmp_
     ended = run("-m", "megatron_ext", "--help", env=installed(tmp_path, **wrong))
     assert ended.returncode != 0
     assert said in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("plugin.py", "PLUGIN = (", "name the plugin elsewhere, which cannot be imported: SyntaxError: '(' was never"),
+        ("plugin.py", "", "has no attribute 'PLUGIN'; mend it, or remove its package"),
+        (
+            "plugin.py",
+            "PLUGIN = {}",
+            "elsewhere.plugin has PLUGIN of the type dict; make it a megatron_ext.registry.Plu",
+        ),
+        (
+            "plugin.py",
+            PLUGIN.format(needs="", more="").replace('"elsewhere"', '"mamba"', 1),
+            "two plugins have the name",
+        ),
+        (
+            "traits.py",
+            "import nobody",
+            "brings optimizers 'elsewhere.traits:OPTIMIZERS', which cannot be imported: ModuleNot",
+        ),
+        (
+            "traits.py",
+            "\nNO = 1 / 0",
+            "ZeroDivisionError: division by zero (traits.py, line 2); mend it, or remove its p",
+        ),
+        ("traits.py", "OPTIMIZERS = []", "plugin elsewhere brings optimizers that are list; bring a tuple of them"),
+    ],
+)
+def test_a_file_of_a_plugin_that_is_wrong_is_named(file: str, text: str, said: str, tmp_path: Path) -> None:
+    env = installed(tmp_path)
+    (tmp_path / "elsewhere" / file).write_text(text)
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data --vocab-size 512"
+    flags += " --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --device cpu --dry-run"
+    ended = run(str(ROOT / "pretrain_gpt.py"), *flags.split(), env=env)
+    assert said in ended.stderr
+    assert ended.returncode == 64
+    assert "Traceback" not in ended.stderr
+
+
+def test_another_plugin_is_blamed_for_a_letter_that_ours_has(tmp_path: Path) -> None:
+    env = installed(tmp_path, more=', "mixers": "elsewhere.mixer:MIXERS"')
+    (tmp_path / "elsewhere/mixer.py").write_text(
+        "from megatron_ext.parts.kinds import Mixer\nMIXERS = (Mixer('M', lambda model, norm, number: None),)\n"
+    )
+    ended = run("-c", "from megatron_ext.parts.kinds import letters; letters()", env=env)
+    assert "plugin elsewhere: its mixer has the letter 'M' of plugin mamba; take another" in ended.stderr
