@@ -13,6 +13,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from megatron_ext.config.derived.pipeline_table import Walk, rank_of
@@ -264,6 +265,21 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     if name is None or stages == 1:
         return Schedule(stages, chunks, microbatches, layout.microbatch_group_size if chunks > 1 else 1)
     return named(name, stages, chunks, microbatches)
+
+
+def schedule_without_gradients(config: Config, microbatches: int) -> TableSchedule:
+    """Return the order of the forward passes of an evaluation where --pipeline-schedule names a table, which for some
+    has no number of microbatches as small as an evaluation's: groups pass one stage after another, and nothing of them
+    is kept."""
+    layout, name = config.layout, config.layout.table
+    ranks, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    schedule = TableSchedule(ranks, chunks, microbatches, v_shaped=name in V_SHAPED)
+    group = 2 * ranks
+    by_rank: list[list[Action]] = [[] for _ in range(ranks)]
+    for first, virtual in product(range(0, microbatches, group), range(ranks * chunks)):
+        own = range(first, min(first + group, microbatches))
+        by_rank[schedule.rank_of(virtual)] += [Action(virtual, "F", microbatch) for microbatch in own]
+    return replace(schedule, rows=tuple(map(tuple, by_rank)))
 
 
 def named(name: str, stages: int, chunks: int, microbatches: int) -> TableSchedule:

@@ -6,6 +6,7 @@ description (`Part.builder`), next to its operation.
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from megatron_ext.parts.protocol import Part
 from megatron_ext.registry import brought, objects_of, plugins
 
 _PAGE = "(docs/own_mixer.md)"
+_NEEDED = ("parameters", "products", "held")
+"""Methods that every description of a mixer has of its own."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,16 @@ def described(kind: Mixer, model: ModelConfig, norm: Norm, number: int) -> Part:
     """Return the description of a layer's mixer.
 
     Raises:
-        ConfigurationError: the kind describes it by something else than a `Part`, or its builder cannot be imported.
+        ConfigurationError: the kind describes it by something else than a `Part`, its builder cannot be imported, or
+            the description lacks a method.
     """
-    part = kind.describe(model, norm, number)
     who = f"the mixer of the letter {kind.letter!r}"
+    if not _takes(kind.describe, model, norm, number):
+        raise ConfigurationError(
+            f"{who} has a `describe` that does not take (model, norm, number): the ModelConfig, the Norm before the "
+            f"layer and the layer's number from 0; give it these three {_PAGE}"
+        )
+    part = kind.describe(model, norm, number)
     if not isinstance(part, Part):
         raise ConfigurationError(f"{who} is described by {type(part).__name__}; let `describe` return a Part {_PAGE}")
     module, colon, name = part.builder.partition(":")
@@ -74,7 +83,23 @@ def described(kind: Mixer, model: ModelConfig, norm: Norm, number: int) -> Part:
             f"{who} has builder = {part.builder!r}, which is no function of a module; name it "
             f"'package.module:function' {_PAGE}"
         )
+    lacking = [f"`{name}`" for name in _NEEDED if getattr(type(part), name) is getattr(Part, name)]
+    if lacking:
+        raise ConfigurationError(
+            f"{who} is described by {type(part).__name__}, which lacks {' and '.join(lacking)}; define what it lacks "
+            f"{_PAGE}"
+        )
     return part
+
+
+def _takes(function: Callable[..., object], *arguments: object) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C that says nothing of its arguments
+        pass
+    return True
 
 
 @functools.cache

@@ -187,7 +187,8 @@ class Layer:
         """Yield why this configuration cannot compute it, each with a setting that works."""
         yield from refusals(config, self.pieces(config))
         for part in self.parts:
-            yield from part.cannot(config)
+            reasons = part.cannot(config)
+            yield from [reasons] if isinstance(reasons, str) else reasons  # one that somebody's own part returns
 
     def core_flops(self, length: int) -> float:
         """Return the floating-point operations of one token, forward, besides products with weights."""

@@ -26,7 +26,7 @@ from megatron_ext.config.derived.overlapped_products import overlaps
 from megatron_ext.config.derived.pipeline_split import last_stage, splits_backward
 from megatron_ext.config.parse.blend import is_url
 from megatron_ext.config.schema import Config
-from megatron_ext.cost.schedule import schedule_of
+from megatron_ext.cost.schedule import schedule_of, schedule_without_gradients
 from megatron_ext.data.loader import ANOTHER_TOKENIZER, BatchLoader
 from megatron_ext.data.microbatch import StageView
 from megatron_ext.data.samples import BySource, SampleDataset, Samples, describe_sample
@@ -144,7 +144,7 @@ def schedule_of_passes(
         engine: Any = get_forward_backward_func(groups.pp.size(), core.virtual_pipeline_model_parallel_size)
         return engine
     schedule_for: Any = partial(schedule_of, config)
-    return TableRuntime(schedule_for)
+    return TableRuntime(schedule_for, partial(schedule_without_gradients, config))
 
 
 def captured_passes(

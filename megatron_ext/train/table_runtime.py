@@ -8,7 +8,6 @@ Gradients are reduced once a chunk has its last one, next to the passes of other
 """
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -39,27 +38,20 @@ class TableRuntime:
     results.
 
     Args:
-        schedule_for: returns the table for a number of microbatches.
+        schedule_for: returns the table of a training step for a number of microbatches.
+        without_gradients: returns that of an evaluation.
     """
 
-    def __init__(self, schedule_for: Callable[[int], TableSchedule]):
-        self._schedule_for = functools.cache(schedule_for)
+    def __init__(self, schedule_for: Callable[[int], TableSchedule], without_gradients: Callable[[int], TableSchedule]):
+        self._schedule_for, self._without_gradients = schedule_for, without_gradients
         self._rows = functools.cache(self._rows_for)
         self._told = False
 
     def _rows_for(self, microbatches: int, forward_only: bool) -> tuple[TableSchedule, Rows]:
         """Return the schedule, and the actions of every rank, messages included."""
-        schedule = self._schedule_for(microbatches)
-        stages = schedule.stages * schedule.chunks
-        table = schedule.rows
-        if forward_only:
-            group = 2 * schedule.stages  # so many pass one chunk after another; nothing of them is kept
-            by_rank: list[list[Action]] = [[] for _ in range(schedule.stages)]
-            for first, virtual in itertools.product(range(0, microbatches, group), range(stages)):
-                own = range(first, min(first + group, microbatches))
-                by_rank[schedule.rank_of(virtual)] += [Action(virtual, _FORWARD, microbatch) for microbatch in own]
-            table = tuple(map(tuple, by_rank))
-        return schedule, with_messages(table, tuple(map(schedule.rank_of, range(stages))))
+        schedule = (self._without_gradients if forward_only else self._schedule_for)(microbatches)
+        stages = range(schedule.stages * schedule.chunks)
+        return schedule, with_messages(schedule.rows, tuple(map(schedule.rank_of, stages)))
 
     def __call__(
         self,

@@ -89,3 +89,15 @@ def test_what_is_not_split_is_said(tmp_path: Path) -> None:
     _, said = train(tmp_path, f"{TWO_CHUNKS} --pipeline-schedule zbv")
     [line] = [line for line in said.splitlines() if line.startswith("pipeline: backward passes are split")]
     assert line.endswith(": embedding.position_embeddings.weight, embedding.word_embeddings.weight")
+
+
+def test_an_evaluation_has_fewer_microbatches_than_a_table_takes(tmp_path: Path) -> None:
+    """dualpipe-v trains with four or more here."""
+    small = "--eval-global-batch-size 2 --train-iters 1 --eval-interval 1"
+    found = [
+        train(tmp_path / str(number), f"{small} {flags}")[0]
+        for number, flags in enumerate((f"{TWO_CHUNKS} --pipeline-schedule dualpipe-v", ""))
+    ]
+    losses = [[row["validation_loss"] for row in rows if "validation_loss" in row] for rows in found]
+    assert len(losses[0]) == 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

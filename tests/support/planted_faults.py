@@ -18,12 +18,14 @@ def shift_qkv() -> None:
 
     fill = initialize.fill
 
-    def fill_shifted(shard: torch.Tensor, parameter: Any, seed: int, tp_rank: int = 0, tp_size: int = 1) -> None:
-        fill(shard, parameter, seed, tp_rank, tp_size)
+    def fill_shifted(
+        shard: torch.Tensor, parameter: Any, seed: int, tp_rank: int = 0, tp_size: int = 1, first_row: int = 0
+    ) -> None:
+        fill(shard, parameter, seed, tp_rank, tp_size, first_row)
         if parameter.name.endswith("linear_qkv.weight") and tp_rank > 0:
             whole = torch.empty(parameter.shape)
             fill(whole, parameter, seed)
-            start = tp_rank * len(shard) - 1
+            start = tp_rank * parameter.local_shape(tp_size)[0] + first_row - 1
             shard.copy_(whole[start : start + len(shard)])
 
     initialize.fill = fill_shifted

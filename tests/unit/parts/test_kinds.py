@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,14 +11,28 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts import kinds
 from megatron_ext.parts.kinds import Mixer, letters, mixer_of, mixers
 from megatron_ext.parts.norm.describe import Norm
-from megatron_ext.parts.protocol import Part
+from megatron_ext.parts.parameter import Parameter
+from megatron_ext.parts.protocol import Part, Place, Product, Share
 from megatron_ext.registry import Plugin
 
 
-class Mean(Part):
+class Unfinished(Part):
     """A description of nothing but its builder."""
 
     builder = "megatron_ext.parts.spec:layer_spec"
+
+
+class Mean(Unfinished):
+    """A description of nothing."""
+
+    def parameters(self, place: Place) -> Iterator[Parameter]:
+        yield from ()
+
+    def products(self, share: Share) -> list[Product]:
+        return []
+
+    def held(self, share: Share) -> dict[str, float]:
+        return {"core": 0.0}
 
 
 class WithoutBuilder(Part):
@@ -82,6 +96,7 @@ def test_what_is_no_mixer_is_named(bring: Any) -> None:
         ("a text", "the mixer of the letter 'R' is described by str; let `describe` return a Part"),
         (WithoutBuilder(), "has builder = 'megatron_ext.parts.nowhere:made', which is no function of a module"),
         (Part(), "has builder = '', which is no function of a module"),
+        (Unfinished(), "is described by Unfinished, which lacks `parameters` and `products` and `held`; define what"),
     ],
 )
 def test_a_description_that_builds_nothing_is_named(part: Any, said: str, bring: Any) -> None:
@@ -90,3 +105,12 @@ def test_a_description_that_builds_nothing_is_named(part: Any, said: str, bring:
     with pytest.raises(ConfigurationError, match=re.escape(said)) as caught:
         mixer_of(model, "R", 0)(model, Norm("RMSNorm", 1e-5), 0)
     assert str(caught.value).endswith("(docs/own_mixer.md)")
+
+
+def test_a_function_of_other_arguments_is_named(bring: Any) -> None:
+    bring(Mixer("R", cast(Any, lambda model: Mean())))
+    model = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    with pytest.raises(
+        ConfigurationError, match=r"letter 'R' has a `describe` that does not take \(model, norm, number"
+    ):
+        mixer_of(model, "R", 0)(model, Norm("RMSNorm", 1e-5), 0)
