@@ -69,7 +69,7 @@ class RawDocument(NamedTuple):
         try:
             text = str(self.payload, "utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.where}: not UTF-8 at byte {error.start}: {error.reason}") from error
+            raise DataError(self._not_utf8(error)) from error
         return self._values(self._parse(text), keys) if self.is_json else [text for _ in keys]
 
     def fields(self) -> dict[str, Any]:
@@ -85,7 +85,13 @@ class RawDocument(NamedTuple):
         try:
             return self._parse(str(self.payload, "utf-8"))
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.where}: not UTF-8 at byte {error.start}: {error.reason}") from error
+            raise DataError(self._not_utf8(error)) from error
+
+    def _not_utf8(self, error: UnicodeDecodeError) -> str:
+        return (
+            f"{self.where}: not UTF-8 at byte {error.start}: {error.reason}; convert the file (iconv -f LATIN1 -t UTF-8, "
+            "if that is its encoding), or leave such documents out with --on-error skip"
+        )
 
     def _long_texts(self, payload: bytes | memoryview, keys: Sequence[str]) -> list[Text] | None:
         """Return the texts of `texts` for a long record; None if the usual way has to judge the record."""
