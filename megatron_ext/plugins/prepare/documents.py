@@ -89,8 +89,8 @@ class RawDocument(NamedTuple):
 
     def _not_utf8(self, error: UnicodeDecodeError) -> str:
         return (
-            f"{self.where}: not UTF-8 at byte {error.start}: {error.reason}; convert the file (iconv -f LATIN1 -t UTF-8, "
-            "if that is its encoding), or leave such documents out with --on-error skip"
+            f"{self.where}: not UTF-8 at byte {error.start}: {error.reason}; convert the file (iconv -f LATIN1 "
+            "-t UTF-8, if that is its encoding), or leave such documents out with --on-error skip"
         )
 
     def _long_texts(self, payload: bytes | memoryview, keys: Sequence[str]) -> list[Text] | None:
