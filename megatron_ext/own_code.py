@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
 from megatron_ext.errors import ConfigurationError
@@ -37,18 +37,20 @@ class OwnPart:
 
 def text_of_own_error(error: BaseException) -> str | None:
     """Return the message about an error of a user's own code; None if its traceback has no such code."""
-    part, entry, place = None, None, None
+    part, called, entry, place = None, None, None, None
     first, is_inside = error.__traceback__, False
     walked = first and first.tb_next  # the first frame is of who caught it
     while walked is not None:
         frame = walked.tb_frame
         is_inside = is_inside or frame.f_code.co_filename.startswith(_PACKAGE)
         if frame.f_code is OwnPart.__call__.__code__:
-            part = f"{frame.f_locals['self'].name}="
+            part, called = f"{frame.f_locals['self'].name}=", frame.f_locals["self"].function
         elif is_inside and _is_own_file(frame.f_code.co_filename):
             entry = entry or _name(frame)
             place = f"{Path(frame.f_code.co_filename).name}:{walked.tb_lineno}"
         walked = walked.tb_next
+    if place is None and isinstance(called, FunctionType):  # it was called with other arguments than it takes
+        place = f"{Path(called.__code__.co_filename).name}:{called.__code__.co_firstlineno}"
     if place is None:
         return None
     text = " ".join(str(error).split())
@@ -115,7 +117,8 @@ def hand_over(flags: object, own: Mapping[str, Any]) -> None:
 
 def read_script(path: Path, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Run a script as this process's main program up to its call of `start` or `pretrain`; return the flags and the own
-    parts that it gives these.
+    parts that it gives these. Of a script that has settings of its own in the place of its arguments, these follow
+    them: the last of two counts.
 
     Raises:
         ConfigurationError: it gives no flags, or never calls one of them.
@@ -132,7 +135,9 @@ def read_script(path: Path, arguments: Sequence[str]) -> tuple[list[str], dict[s
     except _HandedOver as call:
         if not isinstance(call.flags, Sequence):
             _refuse(path, f"gave pretrain {type(call.flags).__name__}; give it the list of flags")
-        return [str(flag) for flag in call.flags], dict(call.own)
+        flags = [str(flag) for flag in call.flags]
+        reads_them = any(flags[at : at + len(arguments)] == [*arguments] for at in range(len(flags)))
+        return flags if reads_them else [*flags, *arguments], dict(call.own)
     finally:
         _readers.clear()
     _refuse(path, "ended without a call of pretrain or start; let its main program call one of them")

@@ -17,6 +17,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.parts.kinds import attention_is_replaced
 from megatron_ext.parts.mlp.compute import OfMultiplied
 from megatron_ext.parts.mlp.describe import Activation, mlp_of
+from megatron_ext.parts.own_parameters import layers_differ
 from megatron_ext.parts.stack import layers, stack
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -88,7 +89,7 @@ def transformer_config(config: Config, device_kind: str, *, on_meta: bool = Fals
             _set_scale_of_indexers if model.experimental_attention_variant == "dsa" else None
         ),
         # By this, too, it knows how layers are saved.
-        linear_attention_freq=[1] * model.num_layers if stack(config).has_mixed_parameters else None,
+        linear_attention_freq=[1] * model.num_layers if layers_differ(config) else None,
         # model.initialize gives every parameter its value, so that megatron-core draws nothing.
         perform_initialization=False,
         # Where the model is built is then left to the caller.

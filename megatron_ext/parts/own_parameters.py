@@ -16,7 +16,7 @@ from typing import cast, get_args
 from megatron_ext.config.schema import Config
 from megatron_ext.errors import ConfigurationError, listed
 from megatron_ext.parts.parameter import Init, Parameter
-from megatron_ext.parts.stack import Layer, layers
+from megatron_ext.parts.stack import Layer, layers, stack
 
 OwnParameters = Callable[[Config, Layer], Iterable[Parameter]]
 """From the configuration and the description of a layer, the parameters that the layer has besides ours. Their names
@@ -50,6 +50,14 @@ def of_layer(config: Config, layer: Layer) -> Iterator[Parameter]:
 def names(config: Config) -> list[str]:
     """Return the names of own parameters, as they begin in a layer, sorted."""
     return sorted({parameter.name for layer in layers(config) for parameter in _listed(config, layer)})
+
+
+def layers_differ(config: Config) -> bool:
+    """Return whether layers differ in their parameters, own ones among them: a checkpoint then holds each layer by
+    itself."""
+    if stack(config).has_mixed_parameters or not isinstance(config, OwnConfig):
+        return stack(config).has_mixed_parameters
+    return len({frozenset((one.name, one.shape) for one in _listed(config, layer)) for layer in layers(config)}) > 1
 
 
 def _listed(config: Config, layer: Layer) -> list[Parameter]:

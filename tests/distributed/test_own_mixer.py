@@ -44,9 +44,13 @@ def installed(package: Path) -> None:
 
 
 def run(package: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    return launched(package, "-m", "megatron_ext", *words, ranks=ranks)
+
+
+def launched(package: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, "-m", "megatron_ext", *words]
+    command = [sys.executable, *launch, *words]
     return subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -61,6 +65,20 @@ def test_the_commands_of_the_page_find_no_difference(package: Path) -> None:
             installed(package)
         ended = run(package, *parity_of(command))
         assert "verdict: they agree within 1e-05" in ended.stdout, ended.stdout + ended.stderr
+
+
+def test_what_the_script_trains_is_saved_in_one_layout_and_goes_on_in_another(package: Path) -> None:
+    """Its layers differ: one has attention, and one the mixer."""
+    flags = [*["--num-layers", "2", "--log-interval", "1"], *FLAGS[2:]]
+
+    def train(*more: str, ranks: int = 1) -> list[float]:
+        ended = launched(package, "train.py", *flags, *more, ranks=ranks)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return [float(loss) for loss in re.findall(r"lm loss: (\S+)", ended.stdout)]
+
+    whole = train("--save", "whole", "--load", "whole")
+    first = train("--exit-interval", "2", "--tensor-model-parallel-size", "2", ranks=2)
+    assert first + train("--pipeline-model-parallel-size", "2", ranks=2) == pytest.approx(whole, rel=1e-5)
 
 
 def test_the_plugin_is_saved_in_one_layout_and_goes_on_in_another(package: Path) -> None:

@@ -61,6 +61,8 @@ def test_an_error_in_an_own_function_names_it_and_its_line(ext: Any, capsys: pyt
         "has cross_entropy, labels_BS, log_normalizer, logits_SBV, of_labels, tp_group (before the first step)."
     )
     assert "report it" not in line
+    line = _last_line(lambda: own.loss and own.loss(), capsys)  # pyright: ignore[reportReturnType, reportCallIssue]
+    assert line.startswith("rank 0: error in your loss= (ext.py:1): TypeError: my_loss() missing 1 required positional")
     line = _last_line(lambda: own.learning_rate(0, 1.0), capsys)  # pyright: ignore[reportOptionalCall]
     assert line.startswith("rank 0: error in your learning_rate= (ext.py:5): ValueError: invalid literal")
 
@@ -102,6 +104,8 @@ def test_a_script_is_read_up_to_its_call(tmp_path: Path, monkeypatch: pytest.Mon
     begin = "import sys\nfrom megatron_ext.cli.pretrain import start\nif __name__ == '__main__':\n    "
     script.write_text(f"{begin}start([*sys.argv[1:], '--lr', '1'], loss=len)\n    raise AssertionError\n")
     assert read_script(script, ["--bf16"]) == (["--bf16", "--lr", "1"], {"loss": len})
+    script.write_text(f"{begin}start(['--lr', '1'], loss=len)")  # as by keywords
+    assert read_script(script, ["--bf16"]) == (["--lr", "1", "--bf16"], {"loss": len})
     hand_over([], {})  # nobody reads any more
     for text, why in (("pass", "ended without a call"), ("start(3)", "gave pretrain int")):
         script.write_text(begin + text)

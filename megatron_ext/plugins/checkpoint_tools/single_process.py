@@ -25,8 +25,8 @@ from megatron_ext.config.schema import Config
 from megatron_ext.durable import check_space, naming
 from megatron_ext.errors import ConfigurationError, DataError
 from megatron_ext.parts.catalogue import states
+from megatron_ext.parts.own_parameters import layers_differ
 from megatron_ext.parts.parameter import Parameter
-from megatron_ext.parts.stack import stack
 from megatron_ext.plugins.checkpoint_tools.copying import FilePart, Literal, gather
 
 _CHUNK_BYTES = 32 << 20
@@ -136,7 +136,7 @@ def stacked(config: Config, name: str) -> Stacked:
         return Stacked(name, (), ())
     layer, ahead, expert, rest = match.groups()
     indices, sizes, prefix = (), (), f"{ahead or f'decoder.layers.{layer}'}."
-    if layer is not None and not stack(config).has_mixed_parameters:
+    if layer is not None and not layers_differ(config):
         indices, sizes, prefix = (int(layer),), (config.model.num_layers,), "decoder.layers."
     if expert is None:
         return Stacked(f"{prefix}{rest}", indices, sizes)

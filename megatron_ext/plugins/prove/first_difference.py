@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ext.config.derived.batch_size import training_steps
+from megatron_ext.config.derived.rank_order import axis_sizes
 from megatron_ext.config.parse.arguments import parse
 from megatron_ext.config.parse.options import flag_of, options, options_by_name
 from megatron_ext.config.schema import CheckpointConfig, LoggingConfig
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.prove.parity import GRADIENT_TOLERANCE
 from megatron_ext.plugins.prove.recorded_training import RunRecord, record
 from megatron_ext.train.configure import configure
@@ -37,6 +40,9 @@ class Comparison:
     world_size: int
     changed: tuple[str, ...]
     """Settings that were changed for the comparison, in words."""
+
+    layout: str
+    """Sizes of the layout, `TP 2 x PP 1 x CP 1 x DP 1`."""
 
 
 @dataclass(frozen=True)
@@ -160,14 +166,15 @@ class Proof:
         return None
 
 
-def comparison(argv: Sequence[str], world_size: int | None = None) -> Comparison:
+def comparison(argv: Sequence[str], world_size: int | None = None, steps: int | None = None) -> Comparison:
     """Return the flags of the one process and of the layout.
 
     Args:
         argv: flags of pretrain_gpt.py.
         world_size: ranks of the layout; default the fewest that it needs, and two where it needs one.
+        steps: optimizer steps that both are to take.
     Raises:
-        ConfigurationError: the flags cannot work.
+        ConfigurationError: the flags cannot work, or train for fewer steps.
     """
     typed = parse(argv).values
     ranks = world_size
@@ -178,13 +185,19 @@ def comparison(argv: Sequence[str], world_size: int | None = None) -> Comparison
         ranks = max(int(typed.get("world_size") or fewest), 2)
     values = {name: value for name, value in typed.items() if name not in _LEFT_OUT} | _SAME_FOR_BOTH
     trial = configure([*to_flags(values), "--world-size", str(ranks), "--dry-run", "--device", "cpu"]).config
+    if steps is not None and steps > (most := training_steps(trial)):
+        raise ConfigurationError(
+            f"--steps {steps}: the flags train for {most}; use --steps {most}, or more --train-iters"
+        )
     values["global_batch_size"] = trial.training.global_batch_size
     # The one process does without the layout, and without the ways to save memory.
     not_alone = {option.name for option in options() if option.group == "layout" or option.saves_memory}
     alone = {name: value for name, value in values.items() if name not in not_alone}
     changed = [f"without --{name}" for name in ("bf16", "fp16") if typed.get(name)]
     changed += [f"{flag_of(name)} 0" for name in _SAME_FOR_BOTH if typed.get(name) != 0]
-    return Comparison(to_flags(alone), to_flags(values), ranks, tuple(changed))
+    sizes = axis_sizes(trial.layout)
+    layout = f"TP {sizes.tp} x PP {sizes.pp} x CP {sizes.cp} x DP {sizes.dp}"
+    return Comparison(to_flags(alone), to_flags(values), ranks, tuple(changed), layout)
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
@@ -224,7 +237,7 @@ def prove(
     Raises:
         ConfigurationError: the flags cannot work.
     """
-    both = comparison(argv, world_size)
+    both = comparison(argv, world_size, steps)
     common: dict[str, Any] = {"outputs": True, "device": device, "extensions": extensions}
     reference = record(both.reference, 1, steps, **common)
     other = record(both.other, both.world_size, steps, sabotage, **common)

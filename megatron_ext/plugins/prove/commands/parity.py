@@ -41,14 +41,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page as well")
     parser.usage = "%(prog)s [options] -- <training flags>"
     options = parser.parse_args(own)
-    if not training:
+    if not training and options.script is None:
         parser.error("no training flags: give them after --")
     extensions: Extensions | Callable[[], Extensions] = NONE
     if options.script is not None:
         device.install("cpu")  # before the script imports the engine
         extensions = partial(extensions_of_script, options.script.resolve(), training)
         training, _ = read_script(options.script, training)  # here as well: the ranks hand back what it defines
-    both = comparison(training, options.world_size)
+    both = comparison(training, options.world_size, options.steps)
     _start_device(options.device, both.world_size)
     common: dict[str, Any] = {"steps": options.steps, "tolerance": options.tolerance, "device": options.device}
     proof = prove(training, options.world_size, extensions=extensions, **common)
@@ -90,7 +90,8 @@ def page(both: Comparison, proof: Proof) -> charts.Markup:
 
 def report(both: Comparison, proof: Proof) -> str:
     """Return the comparison in words, with the verdict in the last line."""
-    lines = [f"one process against {both.world_size} ranks, fp32{''.join(f', {change}' for change in both.changed)}"]
+    changed = "".join(f", {change}" for change in both.changed)
+    lines = [f"one process against {both.world_size} ranks ({both.layout}), fp32{changed}"]
     lines += _table(proof)
     equal = sum(distance == 0.0 for distance in proof.weights.values())
     lines.append(f"initial weights  {equal} of {len(proof.weights)} equal bit for bit")
