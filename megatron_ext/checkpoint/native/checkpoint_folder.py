@@ -62,6 +62,14 @@ def saved_iterations(folder: str | Path) -> list[int]:
     return sorted(iteration for iteration in proper if _is_whole(iteration_folder(folder, iteration)))
 
 
+def without_checkpoint(folder: str | Path) -> str:
+    """Return the words about a folder that holds no checkpoint: of a run by `megatron-ext new`, which holds its own one
+    folder below, with that folder."""
+    inside = Path(folder) / "checkpoints"
+    fix = f"use {inside}, which does" if saved_iterations(inside) else "name a folder that --save wrote"
+    return f"{folder} holds no checkpoint; {fix}"
+
+
 def find_latest(folder: str | Path) -> SavedCheckpoint | None:
     """Return the first of `find_all`."""
     return next(iter(find_all(folder)), None)

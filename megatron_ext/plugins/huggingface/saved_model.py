@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_ext.checkpoint.dtypes import ARRAYS, DTYPES, WIDTH
 from megatron_ext.checkpoint.native import checkpoint_manifest, torch_dist
-from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, checkpoint_at
+from megatron_ext.checkpoint.native.checkpoint_folder import CONFIG, checkpoint_at, without_checkpoint
 from megatron_ext.checkpoint.native.torch_archive import check_archive, place_of_elements
 from megatron_ext.checkpoint.native.torch_dist import Chunk
 from megatron_ext.config.derived.optimizer_traits import AVERAGE
@@ -65,7 +65,7 @@ class SavedModel:
     def __init__(self, folder: str | Path, *, averages: bool = False):
         path = checkpoint_at(Path(folder))
         if path is None:
-            raise ConfigurationError(f"--load {folder} holds no checkpoint; name a folder that --save wrote")
+            raise ConfigurationError(f"--load {without_checkpoint(folder)}")
         self.path = path
         self._elements = lru_cache(64)(_elements)  # a chunk may hold several experts
         check_folder(self.path)

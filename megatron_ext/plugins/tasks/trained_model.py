@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import device
+from megatron_ext.checkpoint.native.checkpoint_folder import without_checkpoint
 from megatron_ext.config.derived.pipeline_split import layer_counts
 from megatron_ext.config.parse.arguments import read
 from megatron_ext.config.parse.options import options_by_flag
@@ -179,7 +180,7 @@ def _saved_flags(values: Mapping[str, Any]) -> list[str]:
 
     search = look({**values, "use_checkpoint_args": True})
     if search is None or search.resume is None:
-        raise ConfigurationError(f"--load {values['load']} holds no checkpoint; name a folder that --save wrote")
+        raise ConfigurationError(f"--load {without_checkpoint(values['load'])}")
     saved = search.resume.saved
     if saved is None:
         return []

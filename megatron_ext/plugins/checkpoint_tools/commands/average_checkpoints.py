@@ -10,7 +10,12 @@ Writes a checkpoint of iteration 0 that holds weights alone: train on from it wi
 
 from pathlib import Path
 
-from megatron_ext.checkpoint.native.checkpoint_folder import checkpoint_at, iteration_folder, saved_iterations
+from megatron_ext.checkpoint.native.checkpoint_folder import (
+    checkpoint_at,
+    iteration_folder,
+    saved_iterations,
+    without_checkpoint,
+)
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.terminal import say
@@ -54,5 +59,5 @@ def _newest(folders: list[Path]) -> list[Path]:
     found = {folder: checkpoint_at(folder) for folder in folders}
     for folder, path in found.items():
         if path is None:
-            raise ConfigurationError(f"--load {folder} holds no checkpoint; name a folder that --save wrote")
+            raise ConfigurationError(f"--load {without_checkpoint(folder)}")
     return [path for path in found.values() if path is not None]

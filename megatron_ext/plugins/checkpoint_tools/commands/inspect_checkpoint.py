@@ -18,6 +18,7 @@ from megatron_ext.checkpoint.native.checkpoint_folder import (
     find_latest,
     iteration_folder,
     saved_iterations,
+    without_checkpoint,
 )
 from megatron_ext.commandline import ToolParser
 from megatron_ext.errors import ConfigurationError, DataError
@@ -42,7 +43,7 @@ def list_checkpoints(folder: Path) -> int:
     """Print one line for each checkpoint; the one to be loaded has a star."""
     latest = find_latest(folder)
     if latest is None:
-        raise ConfigurationError(f"{folder} holds no checkpoint; give a --save folder")
+        raise ConfigurationError(without_checkpoint(folder))
     if latest.warning:
         warn(latest.warning)
     for iteration in saved_iterations(folder):

@@ -14,6 +14,7 @@ Exit codes: 0 done, 64 the flags cannot work, else that of the part that failed,
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +60,17 @@ _OF_OPTIMIZER: dict[str, dict[str, Any]] = {
 """Flags that go with an optimizer; `lr` is a factor of the rate."""
 
 
+_DEFAULTS = {
+    "device": None,
+    "json_keys": "text",
+    "vocab_size": None,
+    "on_error": "fail",
+    "optimizer": "adam",
+    "lr": None,
+}
+"""Values of flags that are not given."""
+
+
 class Size(NamedTuple):
     """The shape of a model."""
 
@@ -84,16 +97,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--extensions", nargs="+", default=[], metavar="ENDING", help=EXTENSIONS)
     parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it; default 30")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    parser.add_argument("--json-keys", default="text", metavar="KEY", help="key of .jsonl that holds the text")
+    parser.add_argument(
+        "--json-keys", default=_DEFAULTS["json_keys"], metavar="KEY", help="key of .jsonl that holds the text"
+    )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="tokenizer's entries; default: by the text's size")
     parser.add_argument(
-        "--on-error", choices=("fail", "skip", "log"), default="fail", help="what to do with a document that is bad"
+        "--on-error",
+        choices=("fail", "skip", "log"),
+        default=_DEFAULTS["on_error"],
+        help="what to do with a document that is bad",
     )
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="update rule of the training")
+    parser.add_argument(
+        "--optimizer", choices=tuple(OPTIMIZERS), default=_DEFAULTS["optimizer"], help="update rule of the training"
+    )
     parser.add_argument("--lr", type=float, metavar="RATE", help="peak learning rate; default: by size and optimizer")
     options = parser.parse_args(argv)
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes} must be above 0")
+    for flag, value in (("--vocab-size", options.vocab_size), ("--lr", options.lr)):
+        if value is not None and value <= 0:
+            parser.error(f"{flag} {value} must be above 0; leave it out, and it is chosen")
     files = find_files([str(options.text)], options.extensions)
     goes_on = options.run.exists()
     if goes_on:
@@ -107,11 +130,14 @@ def main(argv: list[str]) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what follows is done
     try:
         return making.all_of_it(goes_on)
-    except BaseException:
+    except BaseException as error:
         if saved := saved_iterations(options.run / "checkpoints"):
             note(f"{options.run} has a checkpoint of iteration {saved[-1]}: the same command again goes on from it")
         else:  # nothing of worth, and it would refuse the next try
             shutil.rmtree(options.run)
+            note(f"nothing had been trained: {options.run} is removed")
+        if isinstance(error, KeyboardInterrupt):  # who typed Ctrl-C needs no traceback
+            return 128 + signal.SIGINT
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -142,11 +168,14 @@ class _Making:
         self._optimizer, self._rate = options.optimizer, options.lr
         self._or_fewer = ["--or-fewer"] if options.vocab_size is None else []  # a repetitive text has few merges
         self._start, self._until = _USUAL_START, self._seconds
+        self._options, self._text_is_the_limit = options, False
         self._begun = time.monotonic()
 
     def all_of_it(self, goes_on: bool) -> int:
         """Make all parts; `goes_on`: from the newest checkpoint of an earlier try, which has made the first ones."""
         run, saved = self._run, self._saved
+        if goes_on:
+            self._require_the_same_training()
         planned = "going on from the newest checkpoint" if goes_on else self._planned()
         self._part(3, planned)
         self._train(goes_on)
@@ -156,18 +185,45 @@ class _Making:
         self._part(5)
         self._tool("sample", "--model", run / "hf", "--prompt", "The", "--max-new-tokens", 100)
         self._part(6)
-        following = [
-            f"megatron-ext generate --load {saved} --prompts 'Once upon a time'",
-            f"megatron-ext pretrain --config {run}/run.yaml --load {saved} --save {saved} --train-iters N "
-            "--override-opt-param-scheduler",
-            f"megatron-ext new another-run --text {self._inputs[0]} --minutes {2 * self._seconds / 60:g}",
-            f"megatron-ext compare {saved} another-run/checkpoints",
-        ]
+        following = self._following()
         page = ["--html", run / _LAST_MADE, "--files", *sorted(run.iterdir()), "--next", *following]
         self._tool("show", saved, *page)
         say(f"Done in {self._elapsed():.0f} s. {run}: run.yaml, tokenizer, checkpoints, hf, report.html. Next:")
         say("\n".join(f"  {command}" for command in following))
         return 0
+
+    def _following(self) -> list[str]:
+        """Return commands to go on with, which work as they stand."""
+        run, saved, options = self._run, self._saved, self._options
+        steps = read_yaml(str(run / "run.yaml"))["train_iters"]
+        names = ("another-run" if number == 1 else f"another-run-{number}" for number in count(1))
+        other = next(name for name in names if not Path(name).exists())
+        again = ["megatron-ext", "new", other, "--text", options.text, "--minutes", f"{2 * options.minutes:g}"]
+        again += ["--extensions", *options.extensions] if options.extensions else []
+        for name in ("device", "json_keys", "vocab_size", "on_error", "optimizer", "lr"):
+            if getattr(options, name) != _DEFAULTS[name]:
+                again += [f"--{name.replace('_', '-')}", getattr(options, name)]
+        if self._text_is_the_limit:
+            again[again.index("--text") + 1] = "MORE_TEXT"
+        return [
+            f"megatron-ext generate --load {saved} --prompts 'Once upon a time'",
+            f"megatron-ext pretrain --config {run}/run.yaml --load {saved} --save {saved} --train-iters {2 * steps} "
+            "--override-opt-param-scheduler",
+            shlex.join(map(str, again)),
+            f"megatron-ext compare {saved} {other}/checkpoints",
+        ]
+
+    def _require_the_same_training(self) -> None:
+        """Require that an unfinished training has the optimizer and the rate of this command."""
+        known = read_yaml(str(self._run / "run.yaml"))
+        shape = Size(known["num_layers"], known["hidden_size"], known["num_attention_heads"], known["seq_length"])
+        for name, value in self._update(shape).items():
+            if known.get(name) != value:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigurationError(
+                    f"{self._run} has an unfinished training with {flag} {known.get(name)}, and this command asks for "
+                    f"{flag} {value}: give the command of before, name another folder, or remove it"
+                )
 
     def _planned(self) -> str:
         """Make tokenizer and tokens, choose the model, and return the plan of the training."""
@@ -180,9 +236,23 @@ class _Making:
         self._tool("preprocess", "--input", *self._inputs, "--output-prefix", run / "text", "--append-eod", *known)
         tokens = Path(f"{self._data}.bin").stat().st_size // 2  # ids below 65,536 are of two bytes
         self._part(2, "a few steps of each are measured")
+        if tokens < (least := 2 * SIZES[0].length):
+            raise ConfigurationError(
+                f"--text {self._options.text} has {tokens} tokens, and the smallest model here needs {least}: give "
+                "more text"
+            )
         shape, step = self._sized(tokens)
         steps = max(_FEWEST_STEPS, self._steps(shape, step, tokens))
+        self._text_is_the_limit = steps < int(self._room() / step)
+        if self._text_is_the_limit:
+            say(
+                f"  the text is the limit, and not the time: its {tokens:,} tokens are read {_MOST_EPOCHS} times, "
+                "since more helps less and less; more text makes a better model"
+            )
         values = self._flags(shape, steps)
+        held_out = int(values["split"].split(",")[1])
+        told = f"the last {held_out}% of the documents, by the files' names" if held_out else "nothing: one document"
+        say(f"  kept for the validation loss: {told}")
         replace_text(run / "prompts.txt", "The\n")
         replace_text(run / "run.yaml", yaml.safe_dump(values, sort_keys=False))
         return f"{steps:,} steps, about {steps * step / 60:.1f} minutes"
@@ -254,7 +324,10 @@ class _Making:
             done, now = self._steps_done(), self._elapsed()
             if done is None or done == before:
                 continue
-            first = first or (done, now)  # what comes before is the start, and a first step that compiles
+            if first is None:  # what comes before is the start, and a first step that compiles
+                first = done, now
+                if self._start == _USUAL_START:  # an earlier try has measured it, and nobody has written it down
+                    self._start = min(_USUAL_START, now - begun)
             steps, seconds = done - first[0], now - first[1]
             enough = steps >= max(2, _LOOKS_AFTER * planned) or now - begun >= _LOOKS_AFTER * (self._stops_at - begun)
             left = self._stops_at - now
@@ -285,6 +358,11 @@ class _Making:
 
     def _stopped(self, training: subprocess.Popen[bytes]) -> int:
         """Ask the training to save and stop; return its exit code, 0 where it has."""
+        planned = read_yaml(str(self._run / "run.yaml"))
+        if (self._steps_done() or 0) + planned["log_interval"] > planned["train_iters"]:  # it evaluates, or saves
+            code = _ended(training)
+            assert code is not None
+            return code
         if self._elapsed() >= self._stops_at:
             warn(f"training is slower than was measured: it stops here, to end after {self._until / 60:.1f} minutes")
         self._saved.mkdir(exist_ok=True)

@@ -36,7 +36,7 @@ def test_checkpoints_of_a_folder_are_listed(tmp_path: Path, capsys: pytest.Captu
     assert first.endswith("  no manifest")
     assert second.startswith("  iter_0000007       0.002 GB      3 files  1970-01-0")
     assert second.endswith("  manifest")
-    with pytest.raises(ConfigurationError, match="holds no checkpoint; give a --save folder"):
+    with pytest.raises(ConfigurationError, match="holds no checkpoint; name a folder that --save wrote"):
         inspect_checkpoint.main(["ls", str(tmp_path / "iter_0000005" / "tokenizer")])
 
 

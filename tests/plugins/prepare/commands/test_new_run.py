@@ -14,6 +14,7 @@ import yaml
 
 from megatron_ext.checkpoint.native.checkpoint_folder import saved_iterations
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.plugins.huggingface.saved_model import SavedModel
 from megatron_ext.plugins.prepare.commands import new_run
 from tests.support.warm_python import warm_python
 
@@ -94,6 +95,18 @@ def test_it_ends_in_time_and_an_unfinished_try_is_taken_up(
             new_run.main([*words, str(text)])
     told = f"{run} has a checkpoint of iteration {stopped}: the same command again goes on from it"
     assert told in capfd.readouterr().err
+
+    def is_interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as here:
+        here.setattr(new_run._Making, "_part", is_interrupted)
+        assert new_run.main([*words, str(text)]) == 128 + signal.SIGINT
+    assert capfd.readouterr().err.strip().endswith(told)
+    with pytest.raises(ConfigurationError, match="with --optimizer adam, and this command asks for --optimizer muon"):
+        new_run.main([*words, str(text), "--optimizer", "muon"])
+    with pytest.raises(ConfigurationError, match=r"--load .*mine holds no checkpoint; use .*mine/checkpoints, which d"):
+        SavedModel(run)
     assert new_run.main([*words, str(text)]) == 0
     assert "4/7 training: going on from the newest checkpoint" in capfd.readouterr().out
     assert stopped < saved_iterations(run / "checkpoints")[-1] < 20_000
@@ -127,6 +140,38 @@ def test_a_training_that_is_too_slow_goes_on_with_fewer_steps(
         last = [row for row in rows if "lm_loss" in row][-1]
         assert saved_iterations(run / "checkpoints")[-1] == values["train_iters"]
         assert last["learning_rate"] < 3e-4, "it has fallen to its end"
+
+
+def test_commands_to_go_on_with_repeat_the_flags_and_name_a_new_folder(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("another-run").mkdir()
+    shown: list[str] = []
+    monkeypatch.setattr(new_run._Making, "_tool", lambda self, *words, quiet=False: shown.extend(map(str, words)))
+    monkeypatch.setattr(new_run._Making, "_train", lambda self, goes_on: None)
+    monkeypatch.setattr(new_run._Making, "_planned", lambda self: "")
+    Path("mine").mkdir()
+    Path("mine/run.yaml").write_text("train_iters: 30\n")
+    monkeypatch.setattr(new_run, "_require_unfinished", lambda run, files: None)
+    monkeypatch.setattr(new_run._Making, "_require_the_same_training", lambda self: None)
+    words = ["mine", "--text", str(text), "--minutes", "3", "--on-error", "skip", "--optimizer", "muon"]
+    assert new_run.main([*words, "--extensions", ".txt"]) == 0
+    following = shown[shown.index("--next") + 1 :]
+    again = f"megatron-ext new another-run-2 --text {text} --minutes 6 --extensions .txt --on-error skip"
+    assert following[2] == f"{again} --optimizer muon"
+    assert following[3] == "megatron-ext compare mine/checkpoints another-run-2/checkpoints"
+    assert "--train-iters 60 " in following[1]
+
+
+def test_too_little_text_is_said_before_anything_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "line.txt").write_text("A line.\n")
+    with pytest.raises(
+        ConfigurationError, match=r"line\.txt has \d tokens, and the smallest model here needs 128: give"
+    ):
+        new_run.main([str(tmp_path / "mine"), "--text", str(tmp_path / "line.txt"), "--device", "cpu"])
+    assert "nothing had been trained: " in capfd.readouterr().err
+    assert not (tmp_path / "mine").exists()
 
 
 def test_a_try_that_fails_leaves_no_folder(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
