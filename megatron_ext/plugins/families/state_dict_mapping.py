@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.schema import Config
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.catalogue import Parameter, parameters, states
 from megatron_ext.parts.stack import Layer, layers
@@ -131,6 +132,11 @@ def _parameter_mapping(parameter: Parameter, held: Layer | None, family: Family)
     if parameter.expert is not None:
         module = _EXPERT + module.removeprefix(f"{_EXPERT}{parameter.expert}.")
     whole = family.names.get(f"{module}.{kind}")
+    if whole is None and module not in family.names:
+        raise ConfigurationError(
+            f"the family {family.model_type} has no name for {module}, which this model has ({parameter.name}): add "
+            f"{module!r} to its names (docs/own_mixer.md), or choose another --hf-model-type"
+        )
     names = whole or tuple(f"{name}.{kind}" for name in family.names[module])
     stacked = 0
     if held is not None and held.experts is not None and parameter.expert is not None and "{}" not in names[0]:

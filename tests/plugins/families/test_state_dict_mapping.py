@@ -1,6 +1,7 @@
 """Every key of a Hugging Face config.json that is written, where a folder's model differs from the flags, and which
 tensors lie there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, DataConfig, LayoutConfig, ModelConfig
+from megatron_ext.errors import ConfigurationError
 from megatron_ext.parts.attention.describe import Attention
 from megatron_ext.parts.norm.describe import Norm
 from megatron_ext.plugins.families.hf_config import differences, hf_config
@@ -205,3 +207,17 @@ def test_rows_of_heads_whose_values_have_a_size_of_their_own(fused: bool) -> Non
 def _gpt2_values() -> dict[str, Any]:
     reading = Reading(GPT2_WRITTEN, {})
     return {**FAMILIES["gpt2"].fixed, **FAMILIES["gpt2"].read(reading)}
+
+
+def test_a_family_without_a_tensors_name_is_named_with_it() -> None:
+    llama = FAMILIES["llama"]
+    names = {module: name for module, name in llama.names.items() if module != "mlp.linear_fc2"}
+    with pytest.raises(
+        ConfigurationError, match=r"family shifty has no name for mlp\.linear_fc2, which this model has"
+    ):
+        list(
+            state_dict_mapping(
+                _config(num_experts=None, position_embedding_type="rope"),
+                replace(llama, model_type="shifty", names=names),
+            )
+        )

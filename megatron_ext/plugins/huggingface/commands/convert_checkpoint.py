@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.commandline import ToolParser
 from megatron_ext.config.parse.settings import Settings, words_of
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.forkserver.ranks import RankError
 from megatron_ext.plugins.huggingface.importers import importers
 from megatron_ext.registry import load, with_own
 from megatron_ext.terminal import say
@@ -190,7 +191,15 @@ def _check_tokenizer(folder: Path, config, tokenizer) -> None:
 def _verify(source, path: Path, dtype) -> None:
     from megatron_ext.plugins.huggingface.exported_model import compare_logits
 
-    agreement = compare_logits(source, path, dtype)
+    try:
+        agreement = compare_logits(source, path, dtype)
+    except RankError as error:
+        if "does not recognize this architecture" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{path} is written, and the transformers that is installed has no model of its model_type to compare it "
+            "with; give --no-verify"
+        ) from None
     summary = (
         f"largest difference of logits to transformers: {agreement.largest_difference:.2e} over {agreement.tokens} "
         f"tokens (largest logit {agreement.largest_logit:.2f})"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigurationError, DataError
+from megatron_ext.forkserver.ranks import RankError
 from megatron_ext.plugins.huggingface import exported_model
 from megatron_ext.plugins.huggingface.commands import convert_checkpoint
 from megatron_ext.plugins.huggingface.exported_model import Agreement, LossAgreement
@@ -44,3 +45,17 @@ def test_an_export_that_changes_the_model_is_an_error(monkeypatch: pytest.Monkey
         convert_checkpoint._verify(source, Path("made"), "F32")
     with pytest.raises(DataError, match=r"loss over 5 tokens .*more than rounding\. Do not use made"):
         convert_checkpoint._check_loss(source, Path("made"), "F32", "corpus", 5)
+
+
+def test_a_type_that_transformers_does_not_know_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a family of one's own."""
+
+    def fails(*_: object) -> None:
+        raise RankError(
+            [(0, "ValueError: ... model type `shifty` but Transformers does not recognize this architecture.")]
+        )
+
+    monkeypatch.setattr(exported_model, "compare_logits", fails)
+    source: Any = None
+    with pytest.raises(ConfigurationError, match=r"made is written, and the transformers .*; give --no-verify$"):
+        convert_checkpoint._verify(source, Path("made"), "F32")
