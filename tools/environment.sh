@@ -45,18 +45,23 @@ make_environment() {
 install_requirements() {
     # Installing takes minutes and 5 GB the first time, which pip reports; a stamp spares asking pip again.
     local stamp
+    if [ ! -f "$requirements" ] || [ ! -f pyproject.toml ]; then
+        fail "there is no $requirements with a pyproject.toml in $PWD: run this in the root of the repository"
+    fi
     stamp="$VIRTUAL_ENV/.installed-$(basename "$requirements")-$( (pwd && cat requirements*.txt pyproject.toml) | cksum | cut -d' ' -f1)"
     if [ -e "$stamp" ]; then return; fi
     echo "== installing $requirements (about 5 GB the first time), and megatron-ext"
     local pip=(python -m pip install --disable-pip-version-check -r "$requirements")
     if [ -t 1 ]; then  # with pip's bar for each download, which needs the terminal itself
-        "${pip[@]}" 2> >(grep -v '^WARNING: Location' >&2)
+        "${pip[@]}" 2> >(grep -v '^WARNING: Location' >&2) || fail "pip could not install $requirements; it says why above"
     else
         "${pip[@]}" --progress-bar off 2> >(grep -v '^WARNING: Location' >&2) \
-            > >(sed -un -E 's/^ *(Downloading|Processing|Building wheel for|Installing) (.{0,140}).*/   \1 \2/p')
+            > >(sed -un -E 's/^ *(Downloading|Processing|Building wheel for|Installing) (.{0,140}).*/   \1 \2/p') ||
+            fail "pip could not install $requirements; it says why above"
     fi
     # The command megatron-ext, of the sources as they are here. All that building it needs is installed by now.
-    python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+    python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . ||
+        fail "pip could not install megatron-ext; it says why above"
     touch "$stamp"
 }
 

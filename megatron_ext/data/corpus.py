@@ -173,6 +173,18 @@ def _by_formula(
     return FormulaDataset(parts, blend.weights, num_samples, tokenizer.eod if config.data.eod_mask_loss else None)
 
 
+def _fixes(config: Config, files: SplitFiles, share: Share) -> str:
+    """Return what to do where a split has too few tokens for a sample."""
+    fixes = ["give more data"]
+    parts = (config.data.split or "").split(",")
+    if files.split == "test" and config.data.data_path and len(parts) == len(SPLITS):
+        fixes.append(f"leave the test out with --split {float(parts[0]) + float(parts[2]):g},{parts[1]},0")
+    fixes.append(f"--train-data-path and --valid-data-path instead of --data-path with --split {config.data.split}")
+    if share.tokens > 1:
+        fixes.append("a smaller --seq-length")
+    return ", ".join(fixes[:-1]) + f", or {fixes[-1]}"
+
+
 def _usable(
     config: Config, files: SplitFiles, shares: list[Share], needed: int, *, one_pass: bool
 ) -> tuple[Blend, list[Share]]:
@@ -185,9 +197,7 @@ def _usable(
         share, more = shares[smallest], "" if needed == config.model.seq_length else " + 1"
         raise ConfigurationError(
             f"{files.flag} {prefixes[smallest]} gives {files.split} {share.end - share.first} sequences with "
-            f"{share.tokens} tokens, but one sample takes {needed} (--seq-length{more}): give more data, "
-            f"--train-data-path and --valid-data-path instead of --data-path with --split {config.data.split}, or a "
-            "smaller --seq-length"
+            f"{share.tokens} tokens, but one sample takes {needed} (--seq-length{more}): {_fixes(config, files, share)}"
         )
     if not one_pass:
         return files.blend, shares

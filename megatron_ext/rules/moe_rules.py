@@ -211,8 +211,12 @@ def expert_ranks_fit_the_stage(config: Config, facts: Facts) -> Iterator[str]:
     stage = world // stages
     working = [n for n in divisors(config.model.num_experts or 1) if stage % (n * expert_tensor) == 0]
     fix = use("--expert-model-parallel-size", working, use("--expert-tensor-parallel-size", divisors(stage)[:4]))
+    by_default = layout.expert_tensor_parallel_size is None and expert_tensor > 1
+    default = " (as --tensor-model-parallel-size)" if by_default else ""
+    if by_default and stage % experts == 0:
+        fix = f"add --expert-tensor-parallel-size 1, or {fix}"
     yield (
-        f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} = "
+        f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor}{default} = "
         f"{experts * expert_tensor} does not divide the {stage} ranks of a pipeline stage, among which the experts are "
         f"shared (world size {world} / --pipeline-model-parallel-size {stages}); {fix}"
     )

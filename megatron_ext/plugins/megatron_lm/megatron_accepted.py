@@ -122,8 +122,20 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """
         --log-timers-to-tensorboard, --no-log-loss-scale-to-tensorboard, --disable-log-loss-scale-to-tensorboard,
         --log-validation-ppl-to-tensorboard, --log-memory-to-tensorboard, --log-world-size-to-tensorboard,
-        --log-memory-interval N, --log-device-memory-used, --log-progress, --tensorboard-queue-size N,
-        --timing-log-option N, --no-barrier-with-level-1-timing, --logging-level N
+        --log-memory-interval N, --log-device-memory-used, --timing-log-option N, --no-barrier-with-level-1-timing,
+        --logging-level N
+        """,
+    ),
+    (
+        "there is no progress.txt: --metrics-file has a row of each step, and --save a row of each start",
+        """
+        --log-progress
+        """,
+    ),
+    (
+        "TensorBoard's own queue is used",
+        """
+        --tensorboard-queue-size N
         """,
     ),
     (
@@ -145,9 +157,15 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "no mask is made with the data: attention masks what comes later by itself",
+        """
+        --no-create-attention-mask-in-dataloader
+        """,
+    ),
+    (
         "the sampler needs no surplus and builds its indices without a mask",
         """
-        --mid-level-dataset-surplus N, --num-dataset-builder-threads N, --no-create-attention-mask-in-dataloader,
+        --mid-level-dataset-surplus N, --num-dataset-builder-threads N,
         --dataloader-fast-cache-load, --dataloader-defer-npy-index-mmap, --allow-ambiguous-pad-tokens,
         --per-dataset-sequences-path N
         """,

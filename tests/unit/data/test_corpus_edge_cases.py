@@ -282,3 +282,16 @@ def test_a_pass_without_weights_is_as_long_as_it_is(tmp_path: Path, samples: int
         return
     with pytest.raises(ConfigurationError, match="one pass over 2 sources, 12 samples, but the run takes 13"):
         build_datasets(config, ByteTokenizer(), Splits(samples, 0, 0))
+
+
+def test_a_test_without_tokens_can_be_left_out(tmp_path: Path) -> None:
+    """As Megatron-LM's scripts divide a few documents; a smaller --seq-length would not help."""
+    data = DataConfig(data_path=(_write(tmp_path / "few", [4] * 60),), split="949,50,1")
+    config = Config(model=ModelConfig(seq_length=SEQ), data=data)
+    left_out = (
+        "leave the test out with --split 950,50,0, or --train-data-path and --valid-data-path instead of --data-path"
+    )
+    with pytest.raises(
+        ConfigurationError, match=rf"gives test .*: give more data, {re.escape(left_out)} with --split 9\S+$"
+    ):
+        build_datasets(config, ByteTokenizer(), Splits(4, 1, 1))
