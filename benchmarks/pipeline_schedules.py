@@ -172,7 +172,8 @@ def run_order(
     communicator = (AllForwardFirst if order == "GPipe" else P2PCommunicator)(collection.pp, config)
     schedule: Any = get_forward_backward_func(world_size, chunks if interleaved else None)
     if order in TABLES:
-        schedule = TableRuntime(partial(named, order, world_size, chunks))
+        table = partial(named, order, world_size, chunks)
+        schedule = TableRuntime(table, table)
 
     def step(count: int) -> None:
         schedule(

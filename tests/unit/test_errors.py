@@ -6,6 +6,7 @@ from megatron_ext.errors import ConfigurationError, TrainingError
 CODES = {
     "TrainingError": 1,
     "ConfigurationError": 64,
+    "PluginError": 64,
     "DataError": 65,
     "NumericError": 70,
     "MemoryExhaustedError": 71,
