@@ -186,8 +186,9 @@ def parts(device: str) -> dict[str, list[Case]]:
 
 
 def _facts(device: str) -> list[Case]:
-    names = ("versions", "attention", "group of one")
-    return [_helper("gpu_facts.py", name, "facts", device, name, needs=("torch",)) for name in names]
+    asked = {"versions": ("versions",), "attention": ("attention",)}
+    asked |= {f"group of one, {backend}": ("group of one", backend) for backend in BACKENDS[device]}
+    return [_helper("gpu_facts.py", name, "facts", device, *words, needs=("torch",)) for name, words in asked.items()]
 
 
 def _smoke(device: str) -> list[Case]:

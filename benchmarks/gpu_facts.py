@@ -1,5 +1,7 @@
-"""Runs one fact case of benchmarks/gpu_session.py: `gpu_facts.py DEVICE NAME`. It needs torch alone and prints RESULT
-and JSON."""
+"""Runs one fact case of benchmarks/gpu_session.py: `gpu_facts.py DEVICE NAME [BACKEND]`.
+
+It needs torch alone and prints RESULT and JSON. BACKEND, of a group of one rank, is a value of --nccl-backend, or gloo.
+"""
 
 import importlib.metadata
 import inspect
@@ -7,10 +9,15 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch.cuda import nccl
+
+from megatron_ext.device import nccl_choice
 
 PACKAGES = (
     *("torch", "triton", "megatron-core", "numpy", "PyYAML", "sentencepiece", "tokenizers", "transformers", "tiktoken"),
@@ -21,8 +28,8 @@ SHAPES = {"D64 s1k": (8, 12, 1024, 64), "D128 s2k": (4, 16, 2048, 128)}
 """Shape [B, H, S, D]."""
 
 
-def main(device: str, name: str) -> None:
-    facts = {"versions": versions, "attention": attention, "group of one": group_of_one}[name](device)
+def main(device: str, name: str, *backend: str) -> None:
+    facts = {"versions": versions, "attention": attention, "group of one": group_of_one}[name](device, *backend)
     print("RESULT", json.dumps(facts), flush=True)
 
 
@@ -67,11 +74,13 @@ def attention(device: str) -> dict[str, Any]:
     }
 
 
-def group_of_one(device: str) -> dict[str, Any]:
-    """Start and end torch.distributed as the program does for one rank."""
+def group_of_one(device: str, implementation: str) -> dict[str, Any]:
+    """Start and end torch.distributed as the program does for one rank, and report which implementation answered."""
     import torch.distributed as dist
 
     backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":  # torch reads the variable at the first group; without it the one that we do not take answers
+        nccl_choice.choose(implementation)
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     total = torch.ones(1 << 20, device=device)
@@ -81,8 +90,9 @@ def group_of_one(device: str) -> dict[str, Any]:
     dist.destroy_process_group()
     if answer != 1 << 20:
         raise SystemExit(f"the all-reduce gave {answer}")
-    version = ".".join(map(str, nccl.version())) if device == "cuda" else None
-    return {"backend": backend, "nccl": version}
+    if device != "cuda":
+        return {"backend": backend, "nccl": None}
+    return {"backend": nccl_choice.in_use(), "nccl": ".".join(map(str, nccl.version()))}
 
 
 def _version(package: str) -> str | None:

@@ -4,7 +4,7 @@
     python benchmarks/gpu_session.py --phase matches-2           # one part: within 570 s by the limits of its cases
     python benchmarks/gpu_session.py --device cpu --phase matches --only bf16
 
-Phases, in this order: facts (versions, compiler, attention kernels, a group of one rank), smoke (two small runs),
+Phases, in this order: facts (versions, compiler, attention kernels, groups of one rank), smoke (two small runs),
 operators (each beside its plain reference, by number and time; what the machine's memory and matrix units reach),
 matches (20 steps on the CPU and on the device: the first loss agrees within 1e-5 in fp32, 1e-2 in 16 bits), ranks
 (layouts of 2, 4 and 8 ranks against one rank, under both of torch's implementations of NCCL; what needs more GPUs than

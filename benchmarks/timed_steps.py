@@ -21,7 +21,10 @@ def timed_steps(flags: Sequence[str], warmup: int, steps: int, profiler: Any = N
     config = configure([*MADE_UP, *flags, "--train-iters", str(warmup + steps)]).config
     training = config.training
     here = device.install(
-        config.layout.device, fuses=not training.disable_jit_fuser, own_kernels=not training.no_triton_kernels
+        config.layout.device,
+        fuses=not training.disable_jit_fuser,
+        own_kernels=not training.no_triton_kernels,
+        nccl_backend=config.layout.nccl_backend,
     )
     from megatron_ext.cost.flops import flops_per_token
     from megatron_ext.parallel import groups

@@ -1,7 +1,10 @@
-"""benchmarks/gpu_session.py: limits, what is on the disk when, and that a failure stops nothing; no GPU, no torch."""
+"""benchmarks/gpu_session.py: limits, what is on the disk when, and that a failure stops nothing; no GPU."""
 
 import importlib.util
 import json
+import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import gpu_operations, gpu_peers, gpu_ranks, gpu_session, gpu_trial
+from benchmarks import gpu_facts, gpu_operations, gpu_peers, gpu_ranks, gpu_session, gpu_trial
 from benchmarks.gpu_cases import (
+    BACKENDS,
     GRAPHED,
     GRAPHS,
     LLAMA,
@@ -29,6 +34,7 @@ from benchmarks.gpu_cases import (
     parts,
 )
 from benchmarks.gpu_session import Session
+from megatron_ext.device.nccl_choice import VARIABLE
 from megatron_ext.plugins.prove.cases import CASES
 from megatron_ext.train.configure import configure
 
@@ -192,6 +198,34 @@ def test_what_a_gpu_trains_can_be_configured(monkeypatch: pytest.MonkeyPatch) ->
         assert config.training.cuda_graph_impl == ("full_iteration" if GRAPHS in flags else "none")
 
 
+@pytest.mark.parametrize(("backend", "variable"), [("nccl-legacy", "0"), ("nccl2", "1")])
+def test_a_group_of_one_is_made_by_the_implementation_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, backend: str, variable: str
+) -> None:
+    """torch's own choice is another one than a run's: the first fact of a session would be about that."""
+    asked: list[str | None] = []
+
+    def made(*_given: Any, **_more: Any) -> None:
+        asked.append(os.environ.get(VARIABLE))
+        raise InterruptedError  # no GPU is here
+
+    monkeypatch.setenv(VARIABLE, "")  # put back afterwards
+    monkeypatch.setattr(torch.distributed, "init_process_group", made)
+    assert backend in BACKENDS["cuda"]
+    planned = next(case for case in cases("cuda") if case.name == f"group of one, {backend}")
+    with pytest.raises(InterruptedError):
+        gpu_facts.main(*planned.command[2:])
+    assert asked == [variable]
+
+
+def test_a_group_of_one_starts_and_ends(tmp_path: Path) -> None:
+    given = ["--device", "cpu", "--phase", "facts", "--only", "group of one", "--output", str(tmp_path)]
+    assert gpu_session.main(given) == 0
+    (record,) = tmp_path.glob("*.jsonl")
+    (row,) = map(json.loads, record.read_text().splitlines())
+    assert (row["case"], row["figures"]) == ("group of one, gloo", {"backend": "gloo", "nccl": None})
+
+
 def ranks_cases(device: str) -> list[Case]:
     return [case for case in cases(device) if case.phase == "ranks"]
 
@@ -345,3 +379,18 @@ def test_a_part_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> 
     ]
     assert gpu_session.main(["--phase", "matches", "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len([case for case in cases("cuda") if case.phase == "matches"])
+
+
+def test_the_page_shows_what_a_session_takes() -> None:
+    """Its command, its parts, and how long all limits are; the README leads to it."""
+    page = (ROOT / "docs/gpu.md").read_text()
+    commands = re.findall(r"^python benchmarks/gpu_session.py (.+)$", page, re.MULTILINE)
+    assert commands
+    for words in commands:
+        assert [*gpu_session._options(shlex.split(words)).phase] == [*PHASES], "one command runs all"
+    named = set(re.findall(r"`--phase ([\w-]+)`", page))
+    assert named
+    assert named <= {*PHASES, *parts("cuda")}
+    assert "limits together are\nunder five hours" in re.sub(r"\n +", "\n", page)
+    assert 4.0 < sum(case.limit for case in cases("cuda")) / 3600.0 < 5.0
+    assert "(docs/gpu.md)" in (ROOT / "README.md").read_text()

@@ -1,5 +1,6 @@
 """--nccl-backend: which implementation of NCCL the environment asks torch for."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -56,3 +57,17 @@ def test_it_is_set_before_torch_is_there_and_the_banner_says_it(backend: str) ->
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     assert ran.stdout.split(maxsplit=1) == ["0" if backend == nccl_choice.LEGACY else "1", f"nccl ({backend})\n"]
+
+
+def test_whoever_knows_a_runs_layout_passes_its_backend_on() -> None:
+    """The flag would be accepted there, and do nothing."""
+    left_out = []
+    for path in (path for folder in ("megatron_ext", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "layout.device" in text else ():
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("install") and node.args):
+                continue
+            knows = ast.unparse(node.args[0]).endswith("layout.device")
+            if knows and "nccl_backend" not in {given.arg for given in node.keywords}:
+                left_out.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert left_out == []

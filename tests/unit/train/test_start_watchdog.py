@@ -6,12 +6,17 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch._C import _distributed_c10d
 
+from megatron_ext.config.schema import LayoutConfig
 from megatron_ext.parallel.operations import COLLECTIVES, END_OF_BATCH, MESSAGES
 from megatron_ext.resilience import progress
+from megatron_ext.resilience.process_end import RunStatus
 from megatron_ext.resilience.progress import LOADER, Progress, Wait
 from megatron_ext.train import start_watchdog
 from megatron_ext.train.start_watchdog import OperationMarks
@@ -219,3 +224,29 @@ def test_kernels_without_tasks_have_stacks_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(progress, "_TASKS", tmp_path / "none")
     progress.write_stacks(tmp_path, 0, "somewhere")
     assert "in test_kernels_without_tasks" in (tmp_path / "rank-0.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("of_device", "of_group", "dumped"),
+    [("nccl", "nccl", b"of nccl-legacy"), ("nccl", "nccl2", b"by the hook of nccl2"), ("gloo", "gloo", None)],
+)
+def test_the_hang_record_of_a_gpu_is_that_of_its_backend(
+    of_device: str, of_group: str, dumped: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's hook keeps the operations of nccl2 under that name: the recorder of "nccl" would be empty."""
+    given: dict[str, Any] = {}
+    gpu: Any = SimpleNamespace(backend=of_device, kind="cuda", torch_device=torch.device("cuda", 3))
+    backends = {gpu.torch_device: SimpleNamespace(name=lambda: of_group)}
+    everyone = SimpleNamespace(_get_backend=backends.__getitem__)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=everyone))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda *_what: b"of nccl-legacy")
+    monkeypatch.setattr(
+        _distributed_c10d, "_dump_fr_trace", lambda *_what, backend: f"by the hook of {backend}".encode()
+    )
+    monkeypatch.setattr(
+        start_watchdog, "Watch", lambda *_given, **more: given.update(more) or SimpleNamespace(start=lambda: None)
+    )
+    start_watchdog.begin_watch(RunStatus(rank=0), LayoutConfig(), gpu, None)
+    recorder = given["flight_recorder"]
+    assert (recorder and recorder()) == dumped
