@@ -60,17 +60,6 @@ _OF_OPTIMIZER: dict[str, dict[str, Any]] = {
 """Flags that go with an optimizer; `lr` is a factor of the rate."""
 
 
-_DEFAULTS = {
-    "device": None,
-    "json_keys": "text",
-    "vocab_size": None,
-    "on_error": "fail",
-    "optimizer": "adam",
-    "lr": None,
-}
-"""Values of flags that are not given."""
-
-
 class Size(NamedTuple):
     """The shape of a model."""
 
@@ -97,19 +86,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--extensions", nargs="+", default=[], metavar="ENDING", help=EXTENSIONS)
     parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="time for all of it; default 30")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    parser.add_argument(
-        "--json-keys", default=_DEFAULTS["json_keys"], metavar="KEY", help="key of .jsonl that holds the text"
-    )
+    parser.add_argument("--json-keys", default="text", metavar="KEY", help="key of .jsonl that holds the text")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="tokenizer's entries; default: by the text's size")
     parser.add_argument(
         "--on-error",
         choices=("fail", "skip", "log"),
-        default=_DEFAULTS["on_error"],
+        default="fail",
         help="what to do with a document that is bad",
     )
-    parser.add_argument(
-        "--optimizer", choices=tuple(OPTIMIZERS), default=_DEFAULTS["optimizer"], help="update rule of the training"
-    )
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="update rule of the training")
     parser.add_argument("--lr", type=float, metavar="RATE", help="peak learning rate; default: by size and optimizer")
     options = parser.parse_args(argv)
     if options.minutes <= 0:
@@ -126,7 +111,9 @@ def main(argv: list[str]) -> int:
     inputs = [options.text, "--json-keys", options.json_keys, "--on-error", options.on_error]
     inputs += ["--extensions", *options.extensions] if options.extensions else []
     vocabulary = options.vocab_size or min(8192, max(512, 1 << (size // 400).bit_length()))
-    making = _Making(options, inputs, vocabulary)
+    others = ("device", "json_keys", "vocab_size", "on_error", "optimizer", "lr")
+    given = {name: getattr(options, name) for name in others if getattr(options, name) != parser.get_default(name)}
+    making = _Making(options, inputs, vocabulary, {f"--{name.replace('_', '-')}": one for name, one in given.items()})
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what follows is done
     try:
         return making.all_of_it(goes_on)
@@ -160,7 +147,7 @@ def _manifest(run: Path) -> dict[str, Any]:
 
 
 class _Making:
-    def __init__(self, options: argparse.Namespace, inputs: list[object], vocabulary: int):
+    def __init__(self, options: argparse.Namespace, inputs: list[object], vocabulary: int, given: dict[str, object]):
         run, self._seconds = options.run, options.minutes * 60
         self._run, self._inputs, self._vocabulary = run, inputs, vocabulary
         self._data, self._saved = run / f"text_{options.json_keys}_document", run / "checkpoints"
@@ -168,7 +155,7 @@ class _Making:
         self._optimizer, self._rate = options.optimizer, options.lr
         self._or_fewer = ["--or-fewer"] if options.vocab_size is None else []  # a repetitive text has few merges
         self._start, self._until = _USUAL_START, self._seconds
-        self._options, self._text_is_the_limit = options, False
+        self._options, self._given, self._text_is_the_limit = options, given, False
         self._begun = time.monotonic()
 
     def all_of_it(self, goes_on: bool) -> int:
@@ -193,16 +180,15 @@ class _Making:
         return 0
 
     def _following(self) -> list[str]:
-        """Return commands to go on with, which work as they stand."""
+        """Return commands to go on with: as they stand, unless more text is what is missing."""
         run, saved, options = self._run, self._saved, self._options
         steps = read_yaml(str(run / "run.yaml"))["train_iters"]
         names = ("another-run" if number == 1 else f"another-run-{number}" for number in count(1))
         other = next(name for name in names if not Path(name).exists())
         again = ["megatron-ext", "new", other, "--text", options.text, "--minutes", f"{2 * options.minutes:g}"]
         again += ["--extensions", *options.extensions] if options.extensions else []
-        for name in ("device", "json_keys", "vocab_size", "on_error", "optimizer", "lr"):
-            if getattr(options, name) != _DEFAULTS[name]:
-                again += [f"--{name.replace('_', '-')}", getattr(options, name)]
+        for flag, value in self._given.items():
+            again += [flag, value]
         if self._text_is_the_limit:
             again[again.index("--text") + 1] = "MORE_TEXT"
         return [
