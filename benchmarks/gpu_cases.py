@@ -322,13 +322,13 @@ PHASES = {
     "smoke": _smoke,
     "operators": _operators,
     "matches": _matches,
-    "ranks": _ranks,
     "speed": _speeds,
     "stall": _stall,
     "peers": _peers,
     "recurrences": _recurrences,
     "switches": _switches,
     "graphs": _graphs,
+    "ranks": _ranks,  # the one phase of several devices: what one of them tells comes before it
 }
 
 

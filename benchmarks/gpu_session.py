@@ -6,12 +6,13 @@
 
 Phases, in this order: facts (versions, compiler, attention kernels, groups of one rank), smoke (two small runs),
 operators (each beside its plain reference, by number and time; what the machine's memory and matrix units reach),
-matches (20 steps on the CPU and on the device: the first loss agrees within 1e-5 in fp32, 1e-2 in 16 bits), ranks
-(layouts of 2, 4 and 8 ranks against one rank, under both of torch's implementations of NCCL; what needs more GPUs than
-there are is marked "not run"), speed (a GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16), stall (for how long
-a background save stops the training), peers (nanoGPT, where the variable NANOGPT names its folder, and Hugging Face's
-Trainer, in turns with ours), switches (each flag that changes no loss, on and off; what is off runs once a session),
-graphs (CUDA graphs on and off at 124M with microbatches of 4 and 8: equal losses in every step).
+matches (20 steps on the CPU and on the device: the first loss agrees within 1e-5 in fp32, 1e-2 in 16 bits), speed (a
+GPT-2 of 124M parameters and a Llama-shaped 1.3B in bf16), stall (for how long a background save stops the training),
+peers (nanoGPT, where the variable NANOGPT names its folder, and Hugging Face's Trainer, in turns with ours),
+recurrences (our kernels and those of the package fla, where it is installed), switches (each flag that changes no loss,
+on and off; what is off runs once a session), graphs (CUDA graphs on and off at 124M with microbatches of 4 and 8: equal
+losses in every step), ranks (layouts of 2, 4 and 8 ranks against one rank, under both of torch's implementations of
+NCCL; what needs more GPUs than there are is marked "not run").
 benchmarks/gpu_cases.py lists the cases. Where the limits of a phase add up to more than 570 s, it has parts that can be
 run one by one: --list names them.
 

@@ -1,6 +1,7 @@
 """Every test process computes on the CPU, prepared as the program itself would be."""
 
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,6 +15,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A rank that sends holds a lock of gloo's: interrupted by the one that receives, it leaves its own thread to spin.
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# A test that takes all memory fails by name: where the kernel ends its process instead, pytest-xdist may wait for ever.
+# GPU drivers reserve more than there is.
+if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    resource.setrlimit(resource.RLIMIT_DATA, (half, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support import tiers

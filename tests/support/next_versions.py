@@ -118,7 +118,8 @@ def run_tests(python: Path, title: str, tests: Sequence[str]) -> Compared:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--tb=short"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        environment.pop("VIRTUAL_ENV", None)
+        for name in ("VIRTUAL_ENV", "PYTEST_ADDOPTS"):  # the reasons that are read are those of pytest as it is
+            environment.pop(name, None)
         ended = subprocess.run(
             [*command, f"--junitxml={report}", *tests],
             cwd=ROOT, env=environment, capture_output=True, text=True, check=False,

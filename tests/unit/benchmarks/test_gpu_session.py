@@ -244,8 +244,9 @@ def test_ranks_are_planned_by_what_they_tell() -> None:
         assert [case.command[4] for case in part] == [*RANKS]
     assert {case.command[4] for case in planned[:3]} == {CASES[name].model for name in RANKS}
     assert all(case.alone and case.limit == 60.0 for case in planned)
-    order = [*PHASES]
-    assert order.index("facts") < order.index("matches") < order.index("ranks"), "one GPU before several"
+    before = [case for case in cases("cuda") if case.phase != "ranks"]
+    assert cases("cuda")[: len(before)] == before, "one GPU before several"
+    assert {case.devices for case in before} == {1}
 
 
 def test_each_way_of_communicating_is_planned() -> None:

@@ -1,6 +1,8 @@
 """What stands in for CUDA and for gloo in a CPU process, one function at a time, on stand-ins for what it calls.
 tests/distributed/test_adaptation.py shows that each row is needed."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -217,3 +219,19 @@ def test_a_local_rank_without_a_gpu_is_told_so(rank: str, seen: int, monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     with pytest.raises(ConfigurationError, match=f"local rank {rank} needs GPU {rank}, but torch sees {seen}"):
         device.install("cuda")
+
+
+DEVICES = """
+import torch
+from megatron_ext import device
+device.install("cpu")
+with torch.device("meta"):
+    made = [torch.empty(2), torch.zeros(2), torch.tensor(1.0), torch.ones(2), torch.nn.Linear(2, 2).weight]
+print(*(each.device for each in made))
+"""
+
+
+def test_a_context_of_another_device_holds_for_what_is_replaced() -> None:
+    """In an interpreter that has made no such context before, as transformers does for each model that it loads."""
+    done = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["meta"] * 5

@@ -80,11 +80,7 @@ def test_it_is_the_model_of_its_config_json(recipe: Recipe, content: dict[str, A
     assert differences(recipes.configuration(recipe, recipe.devices[0]), values) == []
 
 
-# Making GLM-5's class took the memory of a whole machine here, on the meta device too.
-COUNTED = [one for one in with_published_config() if one[0].name != "glm-5"]
-
-
-@pytest.mark.parametrize(("recipe", "content"), COUNTED, ids=lambda one: getattr(one, "name", ""))
+@pytest.mark.parametrize(("recipe", "content"), with_published_config(), ids=lambda one: getattr(one, "name", ""))
 def test_transformers_counts_as_many_parameters(recipe: Recipe, content: dict[str, Any]) -> None:
     """On the meta device, where a model of any size takes no memory. Depths of prediction are not in its classes."""
     kind = transformers.CONFIG_MAPPING[content["model_type"]]
