@@ -284,7 +284,7 @@ class _Making:
             words = ["pretrain", "--config", self._run / "run.yaml", *self._device, "--save", self._saved, *load]
             training = self._started(words)
             steps = self._steps_in_time(training) if shortened < _MOST_SHORTENINGS else None
-            code = _ended(training, max(0.0, self._stops_at - self._elapsed())) if steps is None else None
+            code = _ended(training, self._seconds_left()) if steps is None else None
             if code is None:
                 code = self._stopped(training)
             if code:
@@ -292,6 +292,12 @@ class _Making:
             if steps is None:
                 return
             replace_text(self._run / "run.yaml", yaml.safe_dump(self._with_steps(steps), sort_keys=False))
+
+    def _seconds_left(self) -> float | None:
+        """Return the seconds that the training may still take; None where its steps are the fewest: all of them."""
+        if read_yaml(str(self._run / "run.yaml"))["train_iters"] <= _FEWEST_STEPS:
+            return None
+        return max(0.0, self._stops_at - self._elapsed())
 
     @property
     def _stops_at(self) -> float:

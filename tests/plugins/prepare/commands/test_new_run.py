@@ -59,6 +59,7 @@ def test_a_model_of_a_folder_of_text(
     assert "4 layers of width 64" in page
     assert "muon, learning rate 0.008" in page
     assert '<span class="prompt">The</span>' in page, "a text after half of the steps"
+    assert saved_iterations(run / "checkpoints")[-1] == 20, "however long they take"
     for command in ("generate --load", "pretrain --config", "new another-run", "compare"):
         assert f"<pre>megatron-ext {command} " in page.partition("<h2>Next</h2>")[2]
         assert f"\n  megatron-ext {command} " in said
