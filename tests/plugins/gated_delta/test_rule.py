@@ -1,10 +1,5 @@
 """The gated delta rule by chunks against the recurrence step by step, in fp64, and what it holds and takes."""
 
-import os
-import subprocess
-import sys
-from importlib.metadata import distributions
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,44 +79,3 @@ def test_decays_that_leave_nothing_are_no_numbers_beyond_all(channels: int) -> N
     assert read is not None
     gradients = torch.autograd.grad(read.sum() + last.sum(), leaves)
     assert all(one.isfinite().all() for one in (read, last, *gradients))
-
-
-ROOT = Path(__file__).resolve().parents[3]
-INSTALLED = {each.name for each in distributions()}
-needs_fla = pytest.mark.skipif(not {"fla-core", "triton"} <= INSTALLED, reason="needs fla-core and Triton")
-
-
-def run_there(name: str, *flags: str, **variables: str) -> None:
-    """Run a file of tests/support in a process of its own."""
-    words = ["-m", "pytest", "--noconftest", "-p", "no:cacheprovider", *flags, f"tests/support/{name}.py"]
-    ended = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert " passed" in ended.stdout
-
-
-@pytest.mark.full
-@needs_fla
-def test_kernels_are_our_rule_in_tritons_interpreter() -> None:
-    run_there("interpreted_recurrences", TRITON_INTERPRET="1")
-
-
-# Slow: a whole chunk of Kimi Delta Attention; the test above has shorter sequences of it.
-@pytest.mark.slow
-@needs_fla
-def test_long_sequences_are_our_rule_in_tritons_interpreter() -> None:
-    run_there("interpreted_recurrences", "-m", "slow", TRITON_INTERPRET="1")
-
-
-@pytest.mark.full
-@needs_fla
-def test_kernels_are_compiled_for_hopper(tmp_path: Path) -> None:
-    run_there("compiled_recurrences", TRITON_CACHE_DIR=str(tmp_path))
-
-
-# Slow: all that the test above compiles a part of.
-@pytest.mark.slow
-@needs_fla
-def test_every_kernel_is_compiled_for_hopper(tmp_path: Path) -> None:
-    run_there("compiled_recurrences", "-m", "slow", TRITON_CACHE_DIR=str(tmp_path))
