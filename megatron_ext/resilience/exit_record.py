@@ -13,8 +13,12 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+from megatron_ext.untrusted.text import load_json, read_file
 
 _NAME = "exit.json"
+_TICK = 0.02  # seconds by which the time of a file may lag behind time.time()
 
 
 def clear(save: str | Path) -> None:
@@ -47,6 +51,17 @@ def write(save: str | Path | None, *, code: int, rank: int, message: str, iterat
 def is_there(save: str | Path | None) -> bool:
     """Return whether a rank has recorded why it ends."""
     return save is not None and (Path(save) / _NAME).exists()
+
+
+def read(save: Path, *, since: float = 0.0) -> dict[str, Any] | None:
+    """Return the record of a run's end in its folder; None where there is none, or none that was written at the time
+    `since` (seconds, as time.time()) or later."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        path = save / _NAME
+        content = load_json(read_file(path, 1 << 20))
+        if path.stat().st_mtime >= since - _TICK:
+            return {**content, "code": int(content["code"]), "message": str(content.get("message", ""))}
+    return None
 
 
 def tell_launcher(message: str) -> None:

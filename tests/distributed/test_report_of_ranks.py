@@ -2,12 +2,15 @@
 
 import json
 import re
+import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.support.launched import ROOT, end_all, start_python, start_torchrun
+from tests.support.small_runs import WITHOUT_LENGTH
 from tests.support.warm_python import warm_python
 
 PROGRAM = ROOT / "tests/support/failing_rank.py"
@@ -95,3 +98,36 @@ def test_under_our_launcher_the_cause_is_the_last_line_and_gives_the_exit_code(
     lines = log.read_text().splitlines()
     assert lines[-1] == cause
     assert not any(line.startswith("Traceback") for line in lines)
+
+
+@pytest.mark.full  # a training of two ranks
+def test_under_our_launcher_a_run_that_sigterm_stops_ends_with_its_own_code(tmp_path: Path) -> None:
+    """Its ranks save first; a launcher that starts it again must see that it can."""
+    log, save = tmp_path / "log", tmp_path / "save"
+    words = ["megatron_ext", "torchrun", "--standalone", "--nproc-per-node=2", str(ROOT / "pretrain_gpt.py")]
+    flags = [
+        *WITHOUT_LENGTH,
+        "--train-iters",
+        "100000",
+        "--lr-warmup-iters",
+        "1",
+        "--log-interval",
+        "1",
+        "--save",
+        str(save),
+    ]
+    process = start_python(["-m", *words, *flags], log, warm_python(tmp_path / "bin") | {"PYTHONPATH": str(ROOT)})
+    try:
+        end = time.monotonic() + 90
+        while not (save / "metrics.jsonl").exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) == 75, log.read_text()
+    finally:
+        end_all(process)
+    record = json.loads((save / "exit.json").read_text())
+    assert record["code"] == 75
+    assert log.read_text().splitlines()[-1] == record["message"]
+    assert (save / "latest_checkpointed_iteration.txt").exists()

@@ -95,8 +95,8 @@ def _installed() -> dict[str, str]:
 
 _MAY_DIFFER = {
     "megatron_ext": "CHANGELOG.md of this program says what has changed",
-    "torch": "its kernels may round otherwise, so that losses agree but for rounding",
-    "megatron-core": "its schedules and optimizers may round otherwise",
+    "torch": "torch's kernels may round otherwise, so that losses agree but for rounding",
+    "megatron-core": "megatron-core's schedules and optimizers may round otherwise",
 }
 """Software whose version matters to a run that goes on -> what another version may change."""
 

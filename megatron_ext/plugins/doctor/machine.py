@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_ext.config.derived.batch_size import training_steps
 from megatron_ext.config.schema import Config, LayoutConfig
 from megatron_ext.cost.state_bytes import optimizer_bytes
 from megatron_ext.device import hardware_queues
@@ -100,18 +101,30 @@ def checkpoints_have_room(launch: Launch) -> Iterator[Finding]:
         )
         return
     free, one = shutil.disk_usage(existing).free, checkpoint_bytes(launch.config)
-    kept = (launch.config.checkpoint.keep_last_checkpoints or 1) + 1  # the new one is whole before an old one goes
+    kept = _checkpoints_at_once(launch.config)
     text = f"{where}: {_size(free)} free, a checkpoint is about {_size(one)}"
     if free < one:
         yield error(text, "not one fits", "free space, or save elsewhere", StorageError.exit_code)
     elif free < kept * one:
+        all_stay = launch.config.checkpoint.keep_last_checkpoints is None
+        why = "all are kept" if all_stay else "the new one is whole before an old one is removed"
         yield warning(
             text,
-            f"{kept} must fit: the new one is whole before an old one is removed",
+            f"{kept} must fit: {why}",
             "free space, or save elsewhere; --keep-last-checkpoints 1 keeps the fewest",
         )
     else:
         yield ok(text)
+
+
+def _checkpoints_at_once(config: Config) -> int:
+    """Return how many checkpoints of the run --save holds at most at one time."""
+    flags, steps = config.checkpoint, training_steps(config)
+    saved = 1 if flags.save_interval is None else -(-steps // flags.save_interval)
+    if flags.keep_last_checkpoints is None:
+        return saved
+    retained = 0 if flags.save_retain_interval is None else steps // flags.save_retain_interval
+    return min(saved, flags.keep_last_checkpoints + 1 + retained)
 
 
 def checkpoint_bytes(config: Config) -> int:

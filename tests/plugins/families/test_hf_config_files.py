@@ -306,6 +306,13 @@ def test_what_config_json_may_not_say(changes: dict[str, Any], message: str, tmp
         read_hf_config(tmp_path)
 
 
+def test_a_window_of_a_type_without_windows_is_refused(tmp_path: Path) -> None:
+    """transformers 5.23 attends to all tokens there, but for those that its cache has dropped when it generates."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "sliding_window": 8}))
+    with pytest.raises(ConfigurationError, match="sliding_window is 8, a key that is not known for llama"):
+        read_hf_config(tmp_path)
+
+
 def test_an_unknown_type_is_refused_with_every_type_the_nearest_and_the_page(tmp_path: Path) -> None:
     content = {name: value for name, value in CONFIG.items() if name != "model_type"}
 

@@ -2,11 +2,13 @@
 
     megatron-ext prometheus checkpoints/quickstart
     megatron-ext prometheus checkpoints/quickstart --output /var/lib/node_exporter/pretrain.prom --every 15
+    megatron-ext prometheus metrics.jsonl --save checkpoints/quickstart --output pretrain.prom --every 15
 
-Reads metrics.jsonl in the folder (or the file that --metrics-file named) and exit.json next to it. --output replaces
-the file as a whole, as node_exporter's textfile collector needs it; with --every it is written again after so many
-seconds, until the run has ended: it waits for the run's first row, and goes on after an end after which a launcher may
-start the ranks again. Without --output the text is printed.
+Reads metrics.jsonl in the folder and exit.json next to it; a file that --metrics-file named may lie elsewhere, and
+--save is then the folder of exit.json. --output replaces the file as a whole, as node_exporter's textfile collector
+needs it; with --every it is written again after so many seconds, until the run has ended: it waits for the run's first
+row, does not take the end of an earlier run for this one's, and goes on after an end after which a launcher may start
+the ranks again, which is every exit code but 0, 64 and 75. Without --output the text is printed.
 """
 
 import time
@@ -16,15 +18,15 @@ from typing import Any
 
 from megatron_ext.commandline import ToolParser, write_output
 from megatron_ext.errors import ConfigurationError, StoppedBySignal
+from megatron_ext.resilience import exit_record
 from megatron_ext.terminal import note, say
 from megatron_ext.untrusted.metrics_rows import read_rows
-from megatron_ext.untrusted.text import load_json, read_file
 
 _ENDS = {0, ConfigurationError.exit_code, StoppedBySignal.exit_code}
 """Exit codes after which no launcher starts the ranks again with success."""
 
 _GAUGES = {
-    "iteration": "Steps done.",
+    "iteration": "The last step that was logged.",
     "train_iters": "Steps planned.",
     "consumed_tokens": "Tokens read in training.",
     "lm_loss": "Training loss, in nats per token.",
@@ -46,32 +48,52 @@ def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Write the last numbers of a run as text for Prometheus.", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's --save folder, or its metrics file")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="folder of exit.json; default that of the metrics")
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to replace; default standard output")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="with --output: write again, until the run ends")
     options = parser.parse_args(argv)
     if options.every is not None and (options.output is None or options.every <= 0):
         raise ConfigurationError(f"--every {options.every:g} needs --output FILE and a number of seconds above 0")
-    if options.every is not None and not metrics_of(options.run).exists():
-        note(f"{options.run} has no metrics yet: they are waited for")
-    while True:
+    if options.every is None:
         metrics = metrics_of(options.run)
-        if options.every is not None and not metrics.exists():
-            time.sleep(options.every)
-            continue
-        code = exit_code(metrics.parent / "exit.json")
-        text = exposition(metrics, code)
+        text = exposition(metrics, _code(metrics, options.save))
         if options.output is None:
             say(text.rstrip("\n"))
-            return 0
-        write_output("--output", options.output, text)
-        if options.every is None or code in _ENDS:
-            return 0
-        time.sleep(options.every)
+        else:
+            write_output("--output", options.output, text)
+        return 0
+    _watch(options.run, options.save, options.output, options.every)
+    return 0
+
+
+def _watch(run: Path, save: Path | None, output: Path, every: float) -> None:
+    """Write the file every so many seconds, until the run has ended."""
+    begun, told = time.time(), False
+    while True:
+        metrics = metrics_of(run)
+        code = _code(metrics, save, since=begun)
+        if metrics.exists():
+            write_output("--output", output, exposition(metrics, code))
+        elif not told:
+            told = True
+            note(
+                f"{metrics} does not exist: it is waited for; where the run has --metrics-file FILE, give FILE, and "
+                "its folder by --save"
+            )
+        if code in _ENDS:
+            return
+        time.sleep(every)
+
+
+def _code(metrics: Path, save: Path | None, since: float = 0.0) -> int | None:
+    """Return the exit code of the run since a time; None where it has not ended since then."""
+    record = exit_record.read(metrics.parent if save is None else save, since=since)
+    return None if record is None else record["code"]
 
 
 def metrics_of(run: Path) -> Path:
-    """Return the metrics file of a run's folder, or the file itself."""
-    return run / "metrics.jsonl" if run.is_dir() else run
+    """Return the metrics file of a run's folder, or the file itself: what ends with .jsonl, or is a file."""
+    return run if run.suffix == ".jsonl" or run.is_file() else run / "metrics.jsonl"
 
 
 def exposition(metrics: Path, code: int | None) -> str:
@@ -109,12 +131,3 @@ def _lines(last: Mapping[str, Any], failures: int, code: int | None) -> Iterator
 
 def _number(value: float) -> str:
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(repr(value), repr(value))
-
-
-def exit_code(record: Path) -> int | None:
-    """Return the exit code that the record of a run's end has; None where there is none."""
-    try:
-        content = load_json(read_file(record, 1 << 20))
-        return content["code"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

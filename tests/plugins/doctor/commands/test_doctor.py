@@ -103,7 +103,8 @@ def test_no_room_and_no_permission_for_checkpoints(tmp_path: Path, monkeypatch: 
     for kept, free in ((1, 2.0), (3, 4.0)):  # and the new one, which is whole before an old one goes
         for space, wanted in ((free * one, []), (free * one - 1, [f"{kept + 1} must fit"])):
             monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder, space=space: SimpleNamespace(free=space))
-            launch = launch_with(f"--save {tmp_path} --keep-last-checkpoints {kept}")
+            often = "--save-interval 1 --train-iters 9"
+            launch = launch_with(f"--save {tmp_path} {often} --keep-last-checkpoints {kept}")
             assert [found.why[:10] for found in wrong(machine.checkpoints_have_room(launch))] == [
                 w[:10] for w in wanted
             ]
@@ -122,8 +123,33 @@ def test_one_checkpoint_that_just_fits_is_no_error(tmp_path: Path, monkeypatch: 
     one = machine.checkpoint_bytes(launch_with("").config)  # pyright: ignore[reportArgumentType]
     for free, level, code in ((one, "warning", 0), (one - 1, "error", 74)):
         monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
-        found = only(machine.checkpoints_have_room(launch_with(f"--save {tmp_path}")))
+        twice = "--train-iters 2 --save-interval 1 --keep-last-checkpoints 1"
+        found = only(machine.checkpoints_have_room(launch_with(f"--save {tmp_path} {twice}")))
         assert (found.level, exit_code([found])) == (level, code)
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("--save-interval 3", 4),
+        ("--save-interval 3 --keep-last-checkpoints 1", 2),
+        ("--save-interval 3 --keep-last-checkpoints 1 --save-retain-interval 6", 3),
+        ("--save-interval 10 --keep-last-checkpoints 1", 1),
+        ("", 1),
+    ],
+)
+def test_as_many_checkpoints_must_fit_as_are_kept(
+    flags: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of ten steps: all of them where no flag says how many are kept."""
+    launch = launch_with(f"--save {tmp_path} --train-iters 10 {flags}")
+    assert launch.config is not None
+    free = count * machine.checkpoint_bytes(launch.config)
+    for space, is_enough in ((free, True), (free - 1, False)):
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder, space=space: SimpleNamespace(free=space))
+        (found,) = machine.checkpoints_have_room(launch)
+        assert (found.level == "ok") == is_enough
+        assert is_enough or count == 1 or f"{count} must fit: " in found.why
 
 
 @pytest.mark.parametrize(("allowed", "is_told"), [("rwx", False), ("rx", True), ("rw", True), ("wx", False)])

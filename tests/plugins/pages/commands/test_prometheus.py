@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ def test_the_last_numbers_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     output = tmp_path / "pretrain.prom"
     (tmp_path / "exit.json").write_text(json.dumps({"code": 75}))
-    assert main([str(tmp_path), "--output", str(output), "--every", "60"]) == 0, "a run that has ended is written once"
+    assert main([str(tmp_path), "--output", str(output)]) == 0
     lines = output.read_text().splitlines()
     values = dict(line.split(" ") for line in lines if not line.startswith("#"))
     steps = [row for row in rows if "lm_loss" in row]
@@ -52,15 +53,25 @@ def test_the_last_numbers_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "exit_code" not in said
 
 
-def test_an_end_after_which_ranks_start_again_is_not_the_last(tmp_path: Path) -> None:
+ROW = json.dumps({"iteration": 1, "consumed_samples": 4, "consumed_tokens": 64, "lm_loss": 2.5}) + "\n"
+
+
+def watching(*words: object) -> Thread:
+    watch = Thread(target=main, args=([*map(str, words), "--every", "0.01"],))
+    watch.start()
+    return watch
+
+
+def test_an_end_after_which_ranks_start_again_is_not_the_last(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It begins before the first row, and goes on after the end of an attempt until that of the run."""
     output, run = tmp_path / "pretrain.prom", tmp_path / "run"
-    watch = Thread(target=main, args=([str(run), "--output", str(output), "--every", "0.01"],))
-    watch.start()
+    watch = watching(run, "--output", output)
+    _until(lambda: "metrics.jsonl does not exist: it is waited for; where the run has" in capfd.readouterr().err)
     run.mkdir()
     (run / "exit.json").write_text(json.dumps({"code": 76}))
-    row = {"iteration": 1, "consumed_samples": 4, "consumed_tokens": 64, "lm_loss": 2.5}
-    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (run / "metrics.jsonl").write_text(ROW)
     _until(lambda: "pretrain_exit_code 76\n" in output.read_text())
     (run / "exit.json").unlink()
     _until(lambda: "exit_code" not in output.read_text())
@@ -69,6 +80,32 @@ def test_an_end_after_which_ranks_start_again_is_not_the_last(tmp_path: Path) ->
     watch.join(60)
     assert not watch.is_alive()
     assert "pretrain_exit_code 0\n" in output.read_text()
+
+
+def test_the_end_of_an_earlier_run_is_not_this_ones(tmp_path: Path) -> None:
+    """As where it is started with a run that goes on, whose ranks have not begun yet; metrics lie elsewhere."""
+    output, run, metrics = tmp_path / "pretrain.prom", tmp_path / "run", tmp_path / "rows"
+    run.mkdir()
+    metrics.write_text(ROW)
+    (run / "exit.json").write_text(json.dumps({"code": 75}))
+    os.utime(run / "exit.json", (time.time() - 60, time.time() - 60))
+    assert main([str(metrics), "--save", str(run), "--output", str(output)]) == 0
+    assert "pretrain_exit_code 75\n" in output.read_text()
+    watch = watching(metrics, "--save", run, "--output", output)
+    _until(lambda: "exit_code" not in output.read_text())
+    assert watch.is_alive()
+    (run / "exit.json").write_text(json.dumps({"code": 0}))
+    watch.join(60)
+    assert not watch.is_alive()
+    assert "pretrain_exit_code 0\n" in output.read_text()
+
+
+def test_a_run_that_ends_without_a_row_is_not_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    watch = watching(tmp_path, "--output", tmp_path / "pretrain.prom")
+    _until(lambda: "it is waited for" in capfd.readouterr().err)
+    (tmp_path / "exit.json").write_text(json.dumps({"code": 64}))
+    watch.join(60)
+    assert not watch.is_alive()
 
 
 def _until(holds: Callable[[], bool]) -> None:

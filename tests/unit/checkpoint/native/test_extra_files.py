@@ -58,8 +58,8 @@ def test_a_checkpoint_of_other_versions_is_told_of_in_one_line(tmp_path: Path) -
     said = extra_files.other_versions(tmp_path)
     assert said == (
         f"{tmp_path} was written with megatron_ext 0.1.0 (here {written['megatron_ext']}), torch 2.11.0 (here "
-        f"{written['torch']}): CHANGELOG.md of this program says what has changed; its kernels may round otherwise, so "
-        "that losses agree but for rounding"
+        f"{written['torch']}): CHANGELOG.md of this program says what has changed; torch's kernels may round otherwise, "
+        "so that losses agree but for rounding"
     )
     for text in ("", "[]", '{"torch": 2}', "{" * 100_000, '{"torch": "' + "9" * 300 + '"}'):
         path.write_text(text)
@@ -81,4 +81,4 @@ def test_a_resumed_run_tells_of_it(tmp_path: Path, capsys: pytest.CaptureFixture
     warned = [line for line in capsys.readouterr().err.splitlines() if "was written with" in line]
     assert len(warned) == 1
     assert "megatron-core 0.18.1 (here " in warned[0]
-    assert warned[0].endswith("its schedules and optimizers may round otherwise")
+    assert warned[0].endswith("megatron-core's schedules and optimizers may round otherwise")
