@@ -138,7 +138,7 @@ cat <<TEXT
 Done in $((SECONDS - started)) s. Everything is under $run; $page shows it in a browser.
 The TensorBoard log is in $run/tensorboard. Next:
   cd $(printf %q "$PWD") && source $(printf %q "$environment")/bin/activate   # in a new shell
-  python pretrain_gpt.py --help all                               # all flags; megatron-ext --help lists the programs
+  megatron-ext pretrain --help all                                # all flags; megatron-ext --help lists the programs
   bash examples/pretrain_cpu.sh $(printf %q "$run")               # the same data and model, 100 steps on one process
   megatron-ext sample --model $(printf %q "$run")/hf --prompt "class " --max-new-tokens 200 --seed 1
   tensorboard --logdir $(printf %q "$run")/tensorboard            # the curves in a browser

@@ -28,6 +28,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def __init__(self, description: str, documentation: str | None = None, *, command: str | None = None):
         self._flags: list[str] = []
+        self._words: list[str] = []
         self._removed: dict[str, str] = {}
         program = None if command is None or _is_program(sys.argv[0]) else f"megatron-ext {command}"
         super().__init__(program, description=description, allow_abbrev=False, formatter_class=_Formatter)
@@ -37,6 +38,11 @@ class ToolParser(argparse.ArgumentParser):
         """Add an argument, and remember its flags for suggestions to misspelled ones."""
         self._flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parse as argparse does, and remember the words for suggestions where a required flag is missing."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def knows(self, flag: str) -> bool:
         """Return whether the tool has this flag, `--name`."""
@@ -73,6 +79,8 @@ class ToolParser(argparse.ArgumentParser):
 
     def _meant(self, message: str) -> str:
         kind, _, words = message.partition(": ")
+        if kind == "the following arguments are required":
+            return self._misspelled(words.split(", "))
         if kind != "unrecognized arguments" or not words.startswith("--"):
             return ""
         flag = words.split()[0].partition("=")[0]
@@ -82,6 +90,15 @@ class ToolParser(argparse.ArgumentParser):
         if close:
             return f"; did you mean {close[0]}?"
         return "; training flags come after --" if "-- <training flags>" in (self.usage or "") else ""
+
+    def _misspelled(self, required: list[str]) -> str:
+        """Return what to say of a word that was given in the place of a required flag."""
+        for word in self._words:
+            flag = word.partition("=")[0]
+            close = difflib.get_close_matches(flag, required, n=1, cutoff=0.8)
+            if close and flag not in self._flags:
+                return f"; did you mean {close[0]} by {flag}?"
+        return ""
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

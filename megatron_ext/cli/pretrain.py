@@ -15,7 +15,7 @@ from megatron_ext import environment
 from megatron_ext.config.parse.arguments import read
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.own_code import hand_over
-from megatron_ext.terminal import lines, say, survive_lost_output, warn
+from megatron_ext.terminal import columns, lines, say, survive_lost_output, warn
 
 if TYPE_CHECKING:
     from megatron_ext.config.parse.arguments import Typed
@@ -81,7 +81,7 @@ def _run(argv: Sequence[str], status: "RunStatus", own: Mapping[str, Any]) -> in
 
 def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, Any]) -> int:
     """Print the text of --dry-run, with a user's own optimizer and layers, and return the exit code."""
-    from megatron_ext.cost.dry_run import describe, verdict
+    from megatron_ext.cost.dry_run import describe, height, verdict
 
     typed, config = configured.typed, configured.config
     if own:
@@ -95,8 +95,9 @@ def _describe(configured: "Configured", scaled: str | None, own: Mapping[str, An
     if environment.rank() == 0:  # every rank of a launcher comes here
         alone = [] if "world_size" in typed.values or "WORLD_SIZE" in os.environ else [_ALONE]
         below = [*([scaled] if scaled else []), "\n".join(memory), *alone]
-        room = lines() - 2 * len(below) - len(memory) if sys.stdout.isatty() else None  # with a line for the prompt
-        say("\n\n".join([describe(config, room), *below]))
+        shown = [line for text in below for line in ("", *text.splitlines())]
+        room = lines() - 1 - height(shown, columns()) if sys.stdout.isatty() else None  # with a line for the prompt
+        say("\n\n".join([describe(config, room, columns() if room is not None else None), *below]))
     return 0 if fits else 1
 
 

@@ -9,6 +9,7 @@ fragmentation; 8% of the memory are left for these.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 from megatron_ext.config.derived.batch_size import batch_phases, num_microbatches, training_steps
 from megatron_ext.config.derived.rank_order import (
@@ -40,29 +41,35 @@ from megatron_ext.registry import brought
 _MOST_RANKS_LISTED = 64
 
 
-def describe(config: Config, most_lines: int | None = None) -> str:
+def describe(config: Config, most_lines: int | None = None, columns: int | None = None) -> str:
     """Return the report on a validated configuration.
 
     Args:
         most_lines: lines of the screen that it has to fit, if any: where it does not, its sections are not set apart,
             and the tables of ranks and of stages have their first rows and their last.
+        columns: the screen's, in which a longer line takes several; None where none does.
     """
     stages, ranks = _stages(config), _ranks(config)
     others = [_formula(config), _model(config), _batch(config), _run(config)]
-    rest = sum(map(len, others))
-    apart = most_lines is None or rest + len(stages) + len(ranks) + len(others) + 1 <= most_lines
+    rest = sum(height(lines, columns) for lines in others)
+    apart = most_lines is None or rest + sum(height(table, columns) for table in (stages, ranks)) + 5 <= most_lines
     if most_lines is not None and not apart:
-        ranks = _shortened(ranks, most_lines - rest - len(stages))
-        stages = _shortened(stages, most_lines - rest - len(ranks))
+        ranks = _shortened(ranks, most_lines - rest - height(stages, columns), columns)
+        stages = _shortened(stages, most_lines - rest - height(ranks, columns), columns)
     formula, model, batch, run = others
     sections = [formula, model, stages, batch, run, ranks]
     return ("\n\n" if apart else "\n").join("\n".join(lines) for lines in sections)
 
 
-def _shortened(table: list[str], most: int) -> list[str]:
-    """Return the header and the first rows of a table, and the last, so that it has at most so many lines, but three
-    in any case."""
-    most = max(3, most)
+def height(lines: Sequence[str], columns: int | None) -> int:
+    """Return how many lines of a screen with so many columns a text takes."""
+    return sum(max(1, -(-len(line) // (columns or len(line) or 1))) for line in lines)
+
+
+def _shortened(table: list[str], most: int, columns: int | None) -> list[str]:
+    """Return the header and the first rows of a table, and the last, so that it takes at most so many lines, but three
+    rows in any case."""
+    most = max(3, most // max(height([line], columns) for line in table))
     if len(table) <= most:
         return table
     kept = [*table[: most - 2], table[-1]]

@@ -97,10 +97,15 @@ class Extensions:
             elif part.name == "optimizer":
                 fits, kind = (
                     isinstance(value, OptimizerTraits),
-                    "a class derived from torch.optim.Optimizer, or OptimizerTraits (config/derived/optimizers.py)",
+                    "a class derived from torch.optim.Optimizer, or OptimizerTraits (docs/extending.md, An optimizer)",
                 )
             else:
                 fits, kind = callable(value), "a function"
+            if part.name == "optimizer" and hasattr(value, "param_groups"):
+                raise ConfigurationError(
+                    f"optimizer= is an object of {type(value).__name__}, which has weights already: give the class, or "
+                    f"functools.partial({type(value).__name__}, ...) with its arguments"
+                )
             if value is not None and not fits:
                 raise ConfigurationError(f"{part.name}= is {type(value).__name__}: give {kind}, or leave it out")
             if kind == "a function" and value is not None and not isinstance(value, OwnPart):

@@ -1,6 +1,7 @@
 """The function `megatron_ext.pretrain`: a training from a script of one's own, a Python prompt or a notebook."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.derived.optimizer_traits import OptimizerTraits
@@ -9,7 +10,7 @@ from megatron_ext.errors import ConfigurationError
 from megatron_ext.optim.curves import Schedule
 from megatron_ext.parts.own_parameters import OwnParameters
 from megatron_ext.train import pretrain as training
-from megatron_ext.train.extensions import LayerSpec, Loss, MakeDatasets, OptimizerClass
+from megatron_ext.train.extensions import Extensions, LayerSpec, Loss, MakeDatasets, OptimizerClass
 from megatron_ext.train.training_result import Trained
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ def pretrain(
             "function of the samples so far and the rate of the settings"
         )
     named, own = (optimizer, None) if isinstance(optimizer, str) else (None, optimizer)
-    words = words_of(settings, flags if named is None else {**flags, "optimizer": named})
+    words = words_of(
+        settings,
+        flags if named is None else {**flags, "optimizer": named},
+        objects=[part.name for part in fields(Extensions)],
+    )
     if "--dry-run" in words:
         raise ConfigurationError(
             "--dry-run trains nothing: use megatron_ext.plan(evaluate=True, world_size=8, ...) for the memory and time "

@@ -64,7 +64,7 @@ def pretrain(
     signal handlers and the lock of --save are given back, and `pretrain` can be called again.
 
     Args:
-        config: flags as for pretrain_gpt.py, or what `configure` made of them.
+        config: flags as for `megatron-ext pretrain`, or what `configure` made of them.
         status: kept up to date for the report of a failure; `megatron_ext.cli.pretrain.start` makes that report.
         callbacks: called after those that the flags ask for; or functions that make one, once megatron-core may be
             imported.

@@ -23,7 +23,7 @@ Each message names the flags, their values, and a setting that works. The exampl
 works:
 
 ```
-python pretrain_gpt.py {BASE}
+megatron-ext pretrain {BASE}
 ```
 """
 

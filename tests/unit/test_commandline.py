@@ -162,6 +162,16 @@ def test_a_training_flag_before_the_dashes_is_told_where_it_belongs() -> None:
             parser.parse_args(["word"])
 
 
+def test_a_word_in_the_place_of_a_required_flag_is_named_with_it() -> None:
+    parser = ToolParser("A tool.")
+    parser.add_argument("--load", required=True)
+    parser.add_argument("--loan")
+    for words, said in ((["--laod", "x"], "; did you mean --load by --laod?"), (["--loan", "x"], ""), ([], "")):
+        with pytest.raises(ConfigurationError) as caught:
+            parser.parse_args(words)
+        assert str(caught.value) == f"the following arguments are required: --load{said} (see {parser.prog} --help)"
+
+
 @pytest.mark.parametrize(
     ("words", "own", "training"),
     [

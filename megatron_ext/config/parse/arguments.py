@@ -362,7 +362,10 @@ def _similarity(name: str, other: str) -> float:
     def ratio(one: str, two: str) -> float:
         return difflib.SequenceMatcher(None, one, two).ratio()
 
-    return max(ratio(name, other), ratio(*("-".join(sorted(re.split("[-_]", text))) for text in (name, other))))
+    swapped = 0.9 if sorted(name) == sorted(other) else 0.0  # two letters of a short name are a large part of it
+    return max(
+        swapped, ratio(name, other), ratio(*("-".join(sorted(re.split("[-_]", text))) for text in (name, other)))
+    )
 
 
 def _read_file(reading: _Reading, path: str) -> None:

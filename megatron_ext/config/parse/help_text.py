@@ -10,7 +10,7 @@ from megatron_ext.config.parse.other_flags import other_options, translated
 from megatron_ext.config.parse.usual_flags import USUAL
 
 _USAGE = """\
-usage: pretrain_gpt.py [--config run.yaml] [flags]
+usage: megatron-ext pretrain [--config run.yaml] [flags]
 
 Pretrain a GPT model. Start it as one process, or as many with torchrun. Flags win over the --config file, and that
 over a --recipe.
@@ -48,11 +48,11 @@ def version() -> str:
 
 _EXAMPLES = """
 examples:
-  python pretrain_gpt.py --help all             # all flags
-  python pretrain_gpt.py --help rope scaling    # the flags that have to do with these words
-  python pretrain_gpt.py --config run.yaml --dry-run --world-size 64
-  torchrun --nproc-per-node 8 --max-restarts 3 pretrain_gpt.py --config run.yaml --save ckpt --load ckpt
-  python pretrain_gpt.py --device cpu --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
+  megatron-ext pretrain --help all           # all flags
+  megatron-ext pretrain --help rope scaling  # the flags that have to do with these words
+  megatron-ext pretrain --config run.yaml --dry-run --world-size 64
+  torchrun --nproc-per-node 8 --max-restarts 3 -m megatron_ext pretrain --config run.yaml --save ckpt --load ckpt
+  megatron-ext pretrain --device cpu --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
       --position-embedding-type rope --mock-data --vocab-size 512 --micro-batch-size 4 --global-batch-size 4 \\
       --train-iters 20 --lr 1e-3 --log-interval 1
 """

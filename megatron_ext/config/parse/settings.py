@@ -7,6 +7,7 @@ The parser of the command line then reads them: types, choices, bounds and the s
 same, and so are the words of the errors.
 """
 
+import difflib
 import os
 import re
 import shlex
@@ -28,7 +29,10 @@ _PROGRAM_SWITCHES = {"--dry-run", "--allow-unknown-flags"}
 
 
 def words_of(
-    settings: Settings, keywords: Mapping[str, Any], is_known: Callable[[str], bool] | None = None
+    settings: Settings,
+    keywords: Mapping[str, Any],
+    is_known: Callable[[str], bool] | None = None,
+    objects: Sequence[str] = (),
 ) -> list[str]:
     """Return the words of a command line that gives these settings.
 
@@ -39,6 +43,7 @@ def words_of(
         settings: values by the flags' names, with underscores or hyphens, or words as on a command line.
         keywords: further values, which win over `settings`.
         is_known: whether a program has this flag, for programs with flags of their own; default: the training's flags.
+        objects: the names of the arguments that take functions and other objects, for a misspelled one.
     Raises:
         ConfigurationError: a value is nothing that a command line can say; or a flag would end the process (--help).
     """
@@ -49,7 +54,10 @@ def words_of(
         words = shlex.split(settings) if isinstance(settings, str) else [os.fspath(word) for word in settings or ()]
         named = {_flag(name): value for name, value in keywords.items()}
     known = is_known or _is_training_flag
-    words += [word for flag, value in named.items() for word in _words(flag, value, known)]
+    for flag, value in named.items():
+        if not (known(flag) or _is_training_flag(flag) or _can_be_said(value)):
+            raise ConfigurationError(_unknown_object(flag, value, objects))
+        words += _words(flag, value, known)
     if answered := _ANSWERED.intersection(words):
         raise ConfigurationError(
             f"{min(answered)} prints a text and ends the process; use `megatron-ext pretrain --help` in a shell, or "
@@ -69,6 +77,27 @@ def _is_training_flag(flag: str) -> bool:
         or other_flags.find_spelling(flag) is not None
         or other_flags.find_option(flag) is not None
     )
+
+
+def _can_be_said(value: Any) -> bool:
+    """Return whether a command line can say the value."""
+    if isinstance(value, list | tuple):
+        return all(map(_can_be_said, value))
+    return value is None or isinstance(value, os.PathLike | str) or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) and not isinstance(value, complex)
+
+
+def _unknown_object(flag: str, value: Any, objects: Sequence[str]) -> str:
+    name = flag.removeprefix("--").replace("-", "_")
+    close = difflib.get_close_matches(name, objects, n=1)
+    kind = type(value).__name__
+    if close:
+        return f"unknown argument {name}=, which is given a {kind}; did you mean {close[0]}=?"
+    taken = f"; objects are taken by {', '.join(f'{each}=' for each in objects)}" if objects else ""
+    return f"unknown argument {name}=, which is given a {kind}{taken}"
 
 
 def _words(flag: str, value: Any, is_known: Callable[[str], bool]) -> list[str]:

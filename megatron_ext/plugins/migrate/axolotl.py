@@ -1,6 +1,6 @@
 """Translates Axolotl's YAML file.
 
-The data of an Axolotl file: which preprocess_data.py commands make it, and which flags train on it.
+The data of an Axolotl file: which `megatron-ext preprocess` commands make it, and which flags train on it.
 
     datasets:                         megatron-ext preprocess --input 'hf://datasets/tatsu-lab/alpaca/**/train-*'
       - path: tatsu-lab/alpaca   ->       --data-format alpaca --on-error skip --seq-length 4096 ...
@@ -54,7 +54,7 @@ _WITH_ADAPTER = Default("`adapter` alone has it read")
 _WITH_RL = Default("`rl` alone has it read")
 _MODEL = Refused("the model is what config.json of the folder says: change it there")
 _TOKENIZER = Refused("the tokenizer is what the folder of base_model says: change it there")
-_SAMPLES = Refused("preprocess_data.py has no such step: change the data before")
+_SAMPLES = Refused("megatron-ext preprocess has no such step: change the data before")
 _OTHER_LOSS = only_off("the loss is that of the next token")
 _PRECISION = Cases(
     {**dict.fromkeys(("true", "auto", "full"), Flags("--bf16")), "false": OFF}, Refused("not true, false, auto or full")
@@ -74,10 +74,10 @@ _SAME_LOSS = {
 }
 _MODEL_SWITCH = only_off("the model is what config.json and the weights of the folder say")
 _OTHER_OPTIMIZER = Default("an optimizer that is not here reads it")
-_TOO_LONG = Refused("preprocess_data.py leaves out what is too long: write drop")
+_TOO_LONG = Refused("megatron-ext preprocess leaves out what is too long: write drop")
 _LAST = only_off("a run ends after --train-iters, with its last weights")
 _ITS_OWN = NoCounterpart("validation has the micro batch and the length of training")
-_TASKS = {  # of `datasets`, what preprocess_data.py does, by key and value in lower case
+_TASKS = {  # of `datasets`, what megatron-ext preprocess does, by key and value in lower case
     "roles_to_train": "['assistant']",
     "train_on_eos": "turn",
     "train_on_eot": "turn",
@@ -110,7 +110,7 @@ TABLE: Table = {
     **each_of("path split text_column data_files", _TEXT, "pretraining_dataset.*."),
     "pretraining_dataset.*.type": Cases({"pretrain": _TEXT, "completion": _TEXT}, _SAMPLES),
     **each_of("trust_remote_code ds_type", _FEEDING, "pretraining_dataset.*."),
-    "pretraining_dataset.*.skip": only_off("preprocess_data.py takes all documents: leave them out of the files"),
+    "pretraining_dataset.*.skip": only_off("megatron-ext preprocess takes all documents: leave them out of the files"),
     "pretraining_dataset.*": _SAMPLES,
     "pretraining_dataset": _TEXT,
     "test_datasets.*": Refused("preprocess these data too, and name them by --valid-data-path"),
@@ -272,7 +272,7 @@ TABLE: Table = {
     **each_of(
         "dataset_exact_deduplication shuffle_before_merging_datasets curriculum_sampling min_sample_len "
         "dataset_shard_num dataset_shard_idx",
-        only_off("preprocess_data.py has no such step: change the data before"),
+        only_off("megatron-ext preprocess has no such step: change the data before"),
     ),
     "shuffle_merged_datasets": Cases({"true": OFF}, Refused("samples are drawn in an order by --seed")),
     "batch_size": Refused("write micro_batch_size and gradient_accumulation_steps"),

@@ -263,10 +263,18 @@ _TRAINING: dict[str, Meaning] = {
     ),
     "train.iterations_to_skip": only_off("--skip-samples leaves out samples, by their numbers"),
     "train.decrease_batch_size_if_needed": only_off("a batch is divided over all ranks"),
-    "train.*": SHOWN,
+    **each_of(
+        "empty_unused_memory_level train_sync_interval exit_signal exit_signal_handler_for_dataloader manual_gc_eval",
+        SHOWN,
+        "train.",
+    ),
     "rng.seed": same_flag("seed"),
     "rng.data_parallel_random_init": only_off("weights begin equal on all data-parallel ranks"),
-    "rng.*": _KERNELS,
+    **each_of(
+        "te_rng_tracker inference_rng_tracker",
+        _KERNELS,
+        "rng.",
+    ),
     "rerun_state_machine.*": NoCounterpart("a NaN ends the run, and --spike-threshold names losses that leap"),
     **same_flags(
         "lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm loss_scale initial_loss_scale "
@@ -288,7 +296,14 @@ _TRAINING: dict[str, Meaning] = {
     "optimizer.decoupled_weight_decay": Cases({"true": OFF}, Refused("--optimizer adam is AdamW")),
     "optimizer.use_precision_aware_optimizer": only_off("give --exp-avg-dtype, --exp-avg-sq-dtype"),
     **each_of("bf16 fp16 fp8_recipe *_dtype", _PRECISION, "optimizer."),
-    "optimizer.*": _MEMORY,
+    **each_of(
+        "reuse_grad_buf_for_mxfp8_param_ag store_param_remainders overlap_param_gather "
+        "overlap_param_gather_with_optimizer_step use_torch_optimizer_for_cpu_offload "
+        "overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params barrier_with_L1_time timers "
+        "config_logger_dir",
+        _MEMORY,
+        "optimizer.",
+    ),
     "optimizer_config_override_provider.*": Refused("a class of one's own changes the optimizer"),
     **same_flags(
         "overlap_grad_reduce overlap_param_gather use_distributed_optimizer num_distributed_optimizer_instances "
@@ -308,7 +323,11 @@ _TRAINING: dict[str, Meaning] = {
     "scheduler.start_weight_decay": Flags("--weight-decay-incr-style linear --start-weight-decay {}"),
     "scheduler.end_weight_decay": Flags("--end-weight-decay {}"),
     "scheduler.no_weight_decay_cond_type": only_off("give --weight-decay-group"),
-    "scheduler.*": Default("it follows from the numbers of iterations or samples"),
+    **each_of(
+        "lr_warmup_steps lr_decay_steps wd_incr_steps wsd_decay_steps",
+        Default("it follows from the numbers of iterations or samples"),
+        "scheduler.",
+    ),
 }
 
 _AROUND: dict[str, Meaning] = {
@@ -351,7 +370,14 @@ _AROUND: dict[str, Meaning] = {
     "checkpoint.fully_parallel_save": switch("--ckpt-fully-parallel-save"),
     "checkpoint.fully_parallel_load": switch("--ckpt-fully-parallel-load"),
     "checkpoint.pretrained_checkpoint": Flags("--finetune --load {}"),
-    "checkpoint.*": _SAVING,
+    **each_of(
+        "load_main_params_from_ckpt non_persistent_global_ckpt_dir non_persistent_local_ckpt_algo "
+        "ckpt_convert_format ckpt_convert_save use_persistent_ckpt_worker ckpt_assume_constant_structure "
+        "strict_fsdp_dtensor_load dist_ckpt_strictness dist_ckpt_optim_fully_reshardable "
+        "distrib_optim_fully_reshardable_mem_efficient save_tokenizer_assets replication_factor",
+        _SAVING,
+        "checkpoint.",
+    ),
     "dist.distributed_timeout_minutes": same_flag("distributed_timeout_minutes"),
     "dist.use_torch_fsdp2": switch("--use-torch-fsdp2"),
     "dist.use_megatron_fsdp": switch("--use-megatron-fsdp"),

@@ -158,14 +158,22 @@ TABLE: Table = {
     _LENGTH: Flags("--seq-length {}"),
     "dataset.max_target_sequence_length": _FEEDING,
     "dataset.generate_doc_lengths": switch("--reset-position-ids --reset-attention-mask"),
-    "dataset.label_mask_paths": only_off("masks of tokens come from preprocess_data.py: docs/instruction_data.md"),
+    "dataset.label_mask_paths": only_off("masks of tokens come from megatron-ext preprocess: docs/instruction_data.md"),
     "dataset.instance_filter_config.*": Refused("windows that repeat themselves are not left out: leave it out"),
     **each_of("paths mix mix_base_dir source_mixture_config.* metadata", TEXT_BEFORE, "dataset."),
-    "dataset.*": _FEEDING,
+    **each_of(
+        "type expand_glob dtype include_instance_metadata source_permutation_seed work_dir ignore_fingerprint_mismatch",
+        _FEEDING,
+        "dataset.",
+    ),
     _BATCH: Fact("global_batch_size", _LENGTH),
     "data_loader.seed": NoCounterpart("samples are drawn by --seed"),
     "data_loader.num_workers": Cases({"0": OFF}, Flags("--num-workers {}")),
-    "data_loader.*": _FEEDING,
+    **each_of(
+        "type work_dir num_threads prefetch_factor target_device_type ignore_fingerprint_mismatch",
+        _FEEDING,
+        "data_loader.",
+    ),
     "train_module.rank_microbatch_size": Fact("micro_batch_size", _LENGTH),
     "train_module.max_sequence_length": Default("samples have --seq-length tokens"),
     "train_module.type": Cases({"transformer": OFF}, Refused("of its train modules the transformer's is read")),
@@ -275,6 +283,7 @@ TABLE: Table = {
     "trainer.steps_to_skip.*": Refused("--skip-samples leaves out samples, by their numbers"),
     "trainer.save_folder": Flags("--save {}"),
     "trainer.metrics_collect_interval": Flags("--log-interval {}"),
+    "trainer.load_path": only_off("it begins with weights of others: give --load-hf with their folder"),
     **each_of("load_* checkpointer.*", _RESUMED, "trainer."),
     "trainer.no_checkpoints": only_off("leave out save_folder"),
     "trainer.callbacks.checkpointer.enabled": Default("--save turns it on"),
@@ -284,7 +293,12 @@ TABLE: Table = {
     "trainer.callbacks.*": NoCounterpart(
         "what is shown, evaluated and kept next to the training changes nothing of it"
     ),
-    "trainer.*": SHOWN,
+    **each_of(
+        "work_dir device save_overwrite cancel_check_interval async_bookkeeping bookkeeping_soft_timeout "
+        "no_evals checkpoints_to_eval",
+        SHOWN,
+        "trainer.",
+    ),
     "init_seed": Flags("--seed {}"),
     **each_of("launch.* backend nproc run_name", SHOWN),
 }

@@ -225,7 +225,14 @@ TABLE: Table = {
     "checkpoint.interval": Flags("--save-interval {}"),
     "checkpoint.keep_latest_k": Cases({"0": OFF}, Flags("--keep-last-checkpoints {}")),
     "checkpoint.async_mode": Cases({"disabled": OFF}, Flags("--async-save")),
-    "checkpoint.*": _CHECKPOINTS,
+    "checkpoint.initial_load_path": only_off("it begins with weights of others: give --load-hf with their folder"),
+    **each_of(
+        "initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized "
+        "last_save_model_only last_save_in_hf export_dtype load_step exclude_from_loading "
+        "enable_first_step_checkpoint create_seed_checkpoint load_only",
+        _CHECKPOINTS,
+        "checkpoint.",
+    ),
     "activation_checkpoint.*": _RECOMPUTED,
     "compile.enable": switch("--torch-compile"),
     "compile.*": NoCounterpart("--torch-compile compiles the layers, in its own mode"),
@@ -241,7 +248,11 @@ TABLE: Table = {
     "debug.moe_force_load_balance": switch("--moe-router-force-load-balancing"),
     "debug.*": SHOWN,
     "override.imports": only_off("modules of one's own change the configuration, which this tool does not import"),
-    "loss.*": NoCounterpart("the loss is the next token's cross-entropy, in as many pieces as fit"),
+    **each_of(
+        "num_chunks loss_fn.global_vocab_size",
+        NoCounterpart("the loss is the next token's cross-entropy, in as many pieces as fit"),
+        "loss.",
+    ),
 }
 
 IMPLIED = {"optimizer.param_groups.0.optimizer_kwargs.weight_decay": NORMS_WITHOUT_DECAY}

@@ -142,7 +142,7 @@ def _write_manifest(prefixes: Sequence[str], makers: Sequence[MadeWith | None], 
     path = Path(f"{output}_manifest.json")
     existing = read_manifest(path)
     if existing is not None and "merged" not in existing:
-        return  # of preprocess_data.py, for a pair of a longer name
+        return  # of preprocess, for a pair of a longer name
     known = [made.tokenizer for made in makers if made is not None]
     if len(known) < len(makers) or not all(same_tokenizer(made, known[0]) for made in known):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The tokenizer flags of pretrain_gpt.py, from the same schema, for the programs in tools/."""
+"""The tokenizer flags of `megatron-ext pretrain`, from the same schema, for the programs in tools/."""
 
 import argparse
 import functools

@@ -170,7 +170,7 @@ def comparison(argv: Sequence[str], world_size: int | None = None, steps: int | 
     """Return the flags of the one process and of the layout.
 
     Args:
-        argv: flags of pretrain_gpt.py.
+        argv: flags of `megatron-ext pretrain`.
         world_size: ranks of the layout; default the fewest that it needs, and two where it needs one.
         steps: optimizer steps that both are to take.
     Raises:
@@ -227,7 +227,7 @@ def prove(
     """Train both runs and compare them.
 
     Args:
-        argv: flags of pretrain_gpt.py, the layout's among them.
+        argv: flags of `megatron-ext pretrain`, the layout's among them.
         world_size: see `comparison`.
         steps: optimizer steps of each.
         tolerance: tolerance of outputs and gradients, relative to their norm; a tenth of it for the first loss.

@@ -66,8 +66,8 @@ def record(
     """Train `steps` steps with `flags` on `world_size` ranks of this machine.
 
     Args:
-        flags: as for pretrain_gpt.py; a run begins with the weights of --load-hf, or goes on from the checkpoint of
-            --load, and leaves one in --save at its end.
+        flags: as for `megatron-ext pretrain`; a run begins with the weights of --load-hf, or goes on from the
+            checkpoint of --load, and leaves one in --save at its end.
         world_size: number of ranks.
         steps: optimizer steps to run, whatever --train-iters says (which shapes the learning-rate curve); after 0 there
             are no gradients.

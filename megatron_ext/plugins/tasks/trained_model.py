@@ -50,8 +50,9 @@ def configure_trained(argv: Sequence[str]) -> Configured:
     """
     typed = read(argv)
     source = [name for name in ("load", "load_hf") if typed.values.get(name) is not None]
-    if len(source) != 1 and not typed.problems:
-        raise ConfigurationError("give a model with --load CHECKPOINT or --load-hf FOLDER, one of them")
+    if len(source) != 1:
+        asked = "give a model with --load CHECKPOINT or --load-hf FOLDER, one of them"
+        raise ConfigurationError([*typed.problems, asked])
     flags = [*_OF_A_RUN, *argv, *_for_experts(typed.values)]
     if source == ["load_hf"]:
         return configure([*flags, *_huggingface_flags(typed.values)])
@@ -62,8 +63,8 @@ def load_trained(argv: Sequence[str] | Configured, *, depths: bool = False) -> "
     """Load a model on this rank. Collective over all ranks of the launch.
 
     Args:
-        argv: --load or --load-hf, layout, --device, --ckpt-step and a tokenizer, as flags of pretrain_gpt.py, or what
-            `configure_trained` made of them.
+        argv: --load or --load-hf, layout, --device, --ckpt-step and a tokenizer, as flags of `megatron-ext
+            pretrain`, or what `configure_trained` made of them.
         depths: whether its depths of multi-token prediction are loaded, too, which have no part in the next token.
     Raises:
         ConfigurationError, DataError, StorageError: as `configure_trained` and `load_checkpoint.load_saved`.

@@ -77,6 +77,36 @@ def test_experts_of_megatron_bridge_are_read_where_there_are_any() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ("megatron-bridge", "train.train_itres"),
+        ("megatron-bridge", "optimizer.nesterov"),
+        ("megatron-bridge", "scheduler.lr_cycles"),
+        ("megatron-bridge", "checkpoint.finetnue"),
+        ("olmo-core", "trainer.max_duratoin"),
+        ("olmo-core", "dataset.mask"),
+        ("olmo-core", "data_loader.curriculum"),
+        ("torchtitan", "checkpoint.initial_load"),
+        ("torchtitan", "loss.label_smoothing"),
+    ],
+)
+def test_a_key_of_no_schema_is_not_taken_for_harmless(source: str, key: str) -> None:
+    section, name = key.split(".")
+    [problem] = translate(source, {section: {name: 3}}).problems()
+    assert problem.startswith(f"{key}: 3 is not translated: not a key that this tool knows; change it in the file")
+
+
+@pytest.mark.parametrize(
+    ("source", "key"), [("olmo-core", "trainer.load_path"), ("torchtitan", "checkpoint.initial_load_path")]
+)
+def test_a_run_that_begins_with_weights_of_others_is_not_begun_without_them(source: str, key: str) -> None:
+    section, name = key.split(".")
+    assert translate(source, {section: {"enable": True, name: None}}).keys[-1].became == "default"
+    *_, problem = translate(source, {section: {"enable": True, name: "/weights/step0"}}).problems()
+    assert "it begins with weights of others: give --load-hf with their folder" in problem
+
+
 def test_torchtitans_toml_is_refused_with_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("[training]\nsteps = 10\n")
     with pytest.raises(ConfigurationError, match=r"give the JSON that --debug\.save_config_file"):

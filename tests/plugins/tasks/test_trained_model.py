@@ -42,6 +42,14 @@ def _config(folder: Path, *flags: str) -> Config:
     return configure_trained(["--load", str(folder), "--device", "cpu", *flags]).config
 
 
+def test_a_misspelled_source_is_named_with_the_flag_that_was_meant() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        configure_trained(["--laod", "ckpt", "--device", "cpu"])
+    unknown, asked = caught.value.problems
+    assert unknown == "unknown flag --laod; did you mean --load?"
+    assert asked == "give a model with --load CHECKPOINT or --load-hf FOLDER, one of them"
+
+
 @pytest.mark.parametrize("argv", [[], ["--load", "ckpt", "--load-hf", "folder"], ["--tensor-model-parallel-size", "2"]])
 def test_one_model_is_named(argv: list[str]) -> None:
     with pytest.raises(ConfigurationError, match=r"^give a model with --load CHECKPOINT or --load-hf FOLDER, one of"):

@@ -88,8 +88,10 @@ def test_no_page_or_message_sends_a_user_to_a_script_that_is_a_command() -> None
     scripts = "|".join(path.stem for path in (ROOT / "tools").glob("*.py") if path.stem not in OF_THE_CHECKOUT)
     for path, text in pages.items():
         if path.name not in ("tour.md", "decisions.md"):
-            found = re.search(rf"python (?:tools/(?:{scripts})|tasks/(?:main|generate))\.py", text)
+            found = re.search(rf"python (?:tools/(?:{scripts})|tasks/(?:main|generate)|pretrain_gpt)\.py", text)
             assert found is None, (path, found)
+            found = re.search(rf"`(?:{scripts})(?:\.py)? (?:--|to-|from-)|(?<![/\w`])(?:{scripts})\.py\b", text)
+            assert found is None or path.parts[-2] == "coming_from", (path, found)
 
 
 def _messages(path: Path) -> list[str]:
@@ -101,11 +103,14 @@ def _messages(path: Path) -> list[str]:
 
 
 def test_messages_name_commands_that_a_wheel_has() -> None:
-    """A wheel has no tools/ and no tasks/."""
+    """A wheel has no tools/ and no tasks/, and a program has one name. Megatron-LM's own scripts are its own."""
+    scripts = "|".join(path.stem for path in (ROOT / "tools").glob("*.py") if path.stem not in OF_THE_CHECKOUT)
     for path in sorted((ROOT / "megatron_ext").rglob("*.py")):
         if path.name in ("reference.py", "commandline.py"):
             continue  # one writes a page of the repository, the other reads the examples of docstrings
         for text in _messages(path):
             assert re.search(r"(tools|tasks)/\w+\.py", text) is None, (path, text)
+            assert re.search(rf"(?<!Megatron-LM's )\b(?:{scripts})\.py", text) is None, (path, text)
+            assert "python pretrain_gpt.py" not in text, (path, text)
             for name in re.findall(r"(?<![\w/`])megatron-ext ([a-z]+(?:-[a-z]+)*) (?=--|\{|to-|from-|again)", text):
                 assert name in COMMANDS, (path, text)

@@ -1,5 +1,6 @@
 """--dry-run judges the layout, not the machine: what is not here is believed, and the memory gets a verdict."""
 
+import math
 import shlex
 import subprocess
 import sys
@@ -24,7 +25,9 @@ MOCK = "--mock-data --vocab-size 1000"
 def _laptop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs, compiler and optional packages."""
     monkeypatch.setattr(configuring, "shows_gpu", lambda: False)
-    monkeypatch.setattr(configuring.importlib.util, "find_spec", lambda _name: None)
+    found = configuring.importlib.util.find_spec
+    ours = lambda name: found(name) if name.startswith("megatron_ext") else None  # noqa: E731
+    monkeypatch.setattr(configuring.importlib.util, "find_spec", ours)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
@@ -160,3 +163,5 @@ def test_a_report_for_a_screen_fits_it(flags: str) -> None:
     assert [line for line in rows if line in shown] == shown
     assert len(rows) == len(shown) + sum(left_out)
     assert bool(left_out) == bool(flags)
+    narrow = describe(config, 22, 60).splitlines()
+    assert sum(max(1, math.ceil(len(line) / 60)) for line in narrow) <= 22, "a longer line takes several of the screen"

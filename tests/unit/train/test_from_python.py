@@ -101,6 +101,13 @@ def test_an_own_class_resumes_to_the_bit(tmp_path: Path) -> None:
         ({"learning_rate": 1e-3}, "learning_rate=0.001 is a number: lr=0.001 sets the rate"),
         ({"dry_run": True}, "--dry-run trains nothing: use megatron_ext.plan"),
         ({"loss": 3}, "loss= is int: give a function"),
+        ({"los": print}, "unknown argument los=, which is given a builtin_function_or_method; did you mean loss=?"),
+        ({"callback": [print]}, "unknown argument callback=, which is given a list; did you mean callbacks=?"),
+        (
+            {"mixer": print},
+            "unknown argument mixer=, which is given a builtin_function_or_method; objects are taken by",
+        ),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer= is an object of SGD, which has weights already"),
         ({"optimizer": torch.optim.Adafactor}, "optimizer=Adafactor cannot be divided over ranks"),
     ],
 )

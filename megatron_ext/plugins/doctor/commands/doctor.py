@@ -104,7 +104,7 @@ def _configured(flags: list[str], world_size: int, findings: list[Finding]) -> C
         return configure([*flags, *ranks, "--dry-run"]).config
     except ConfigurationError as wrong:
         # The text of a problem has its fix.
-        findings += [error(problem, "pretrain_gpt.py would end with exit code 64", "") for problem in wrong.problems]
+        findings += [error(problem, "the training would end with exit code 64", "") for problem in wrong.problems]
         return None
 
 

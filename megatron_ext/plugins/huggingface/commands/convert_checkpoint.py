@@ -55,7 +55,7 @@ def convert(direction: str, settings: Settings = None, /, *, families: Sequence[
         DataError: what was written computes otherwise than the checkpoint.
     """
     with with_own("families", families):
-        return _converted([direction.replace("_", "-"), *words_of(settings, flags, _parser().knows)])
+        return _converted([direction.replace("_", "-"), *words_of(settings, flags, _parser().knows, ["families"])])
 
 
 def _parser() -> ToolParser:

@@ -4,11 +4,11 @@
         --num-layers 32 --hidden-size 4096 ... --bf16 --seq-length 4096 --global-batch-size 512
     megatron-ext plan --evaluate --world-size 64 --device h100 --json - -- <all flags of a run>
 
-Tries every layout that pretrain_gpt.py accepts: TP inside a node with SP, CP, PP with its chunks and uneven stages, EP,
-DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP2 and HSDP, micro batches, recomputation, and host memory where nothing else fits. A
-layout flag that is given stays as it is; with --evaluate nothing is chosen at all. Memory is formula; times are
-estimates, whose error docs/planner.md shows; --calibrate corrects them by a run of yours. Exit codes: 0 something fits,
-1 nothing does (the last lines say what would; --evaluate does not end so), 64 the flags cannot work.
+Tries every layout that `megatron-ext pretrain` accepts: TP inside a node with SP, CP, PP with its chunks and uneven
+stages, EP, DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP2 and HSDP, micro batches, recomputation, and host memory where nothing
+else fits. A layout flag that is given stays as it is; with --evaluate nothing is chosen at all. Memory is formula;
+times are estimates, whose error docs/planner.md shows; --calibrate corrects them by a run of yours. Exit codes: 0
+something fits, 1 nothing does (the last lines say what would; --evaluate does not end so), 64 the flags cannot work.
 """
 
 import argparse
@@ -195,7 +195,7 @@ def _search(options: argparse.Namespace, asked: Question, typed: dict[str, Any])
     if answer.nearest is None:
         raise ConfigurationError(
             [
-                *(answer.refusals or ["no layout of these flags is legal; see pretrain_gpt.py --dry-run"]),
+                *(answer.refusals or ["no layout of these flags is legal; see megatron-ext pretrain --dry-run"]),
                 *alternatives(asked),
             ]
         )

@@ -29,6 +29,9 @@ from megatron_ext.telemetry.metrics import MEASURED_FIELDS
 from megatron_ext.terminal import columns, say, warn
 from megatron_ext.untrusted.metrics_rows import HAS_ITERATION, read_rows
 
+_PAGE = Path("compared.html")
+"""The page, where --html names none."""
+
 _WIDEST = 36
 """Most characters of a cell on a terminal; the page has all of it."""
 
@@ -37,11 +40,20 @@ def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("Compare runs: settings, losses, speed, memory and curves.", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's --save folder, or its metrics file")
-    parser.add_argument("--html", type=Path, metavar="PAGE", help="write a page with the tables and all curves")
+    parser.add_argument(
+        "--html",
+        nargs="?",
+        const=_PAGE,
+        type=Path,
+        metavar="PAGE",
+        help=f"write a page with the tables and all curves; without a name it is {_PAGE}",
+    )
     parser.add_argument(
         "--equal", action="store_true", help="compare two runs float for float; the exit code is 1 if they differ"
     )
     options = parser.parse_args(argv)
+    if options.html is not None and options.html.suffix == ".jsonl":
+        parser.error(f"--html {options.html} is the name of a metrics file; put --html behind the runs, or name a page")
     if len(options.runs) < 2:
         parser.error(f"give two runs or more to compare; `megatron-ext show {options.runs[0]}` shows one")
     if not options.equal:

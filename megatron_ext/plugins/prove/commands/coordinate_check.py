@@ -85,7 +85,7 @@ def _page(by_width: Mapping[int, Sizes], powers: Mapping[str, float], training: 
 
 
 def activation_sizes(flags: Sequence[str], steps: int) -> Sizes:
-    """Train `steps` steps with the flags of pretrain_gpt.py in one process, and return the sizes of activations."""
+    """Train `steps` steps by flags of `megatron-ext pretrain` in one process, and return the sizes of activations."""
     [sizes] = run_ranks(1, _sizes, [*flags, "--device", "cpu"], steps)
     return sizes
 

@@ -7,8 +7,8 @@
     megatron-ext generate --load-hf Llama-3.2-1B
 
 Prompts come from --prompts, from --prompt-file, or from the standard input, one a line. What the model is, the
-checkpoint says; --tensor-model-parallel-size, --device, --bf16 and the other flags of pretrain_gpt.py choose layout and
-precision.
+checkpoint says; --tensor-model-parallel-size, --device, --bf16 and the other flags of `megatron-ext pretrain` choose
+layout and precision.
 """
 
 import json
@@ -67,7 +67,7 @@ def generate(
         return _generated(leader, asked, options, sampling)
 
     with with_own("families", families):
-        return _led(words_of(settings, flags, _parser().knows), answer) or []
+        return _led(words_of(settings, flags, _parser().knows, ["families"]), answer) or []
 
 
 def _led[Result](argv: list[str], ask: "Callable[[Leader, Any, Sampling], Result]") -> "Result | None":
@@ -91,7 +91,7 @@ def _led[Result](argv: list[str], ask: "Callable[[Leader, Any, Sampling], Result
 
 def _parser() -> ToolParser:
     parser = ToolParser(
-        "Let a trained model go on from prompts; further flags are those of pretrain_gpt.py.",
+        "Let a trained model go on from prompts; further flags are those of megatron-ext pretrain.",
         __doc__,
         command="generate",
     )

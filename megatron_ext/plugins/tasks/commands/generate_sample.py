@@ -2,7 +2,7 @@
 
     megatron-ext sample --model model-hf --prompt "def " --max-new-tokens 60
 
-The folder is what `convert_checkpoint.py to-hf` wrote. Where it has no tokenizer, --prompt is token ids, such as
+The folder is what `megatron-ext convert to-hf` wrote. Where it has no tokenizer, --prompt is token ids, such as
 "17 4 99", and so is what is printed. The same seed gives the same text; --temperature 0 takes the most likely token
 each time.
 """
@@ -19,7 +19,7 @@ from megatron_ext.terminal import say
 def main(argv: list[str]) -> int:
     """Run the tool with the command line `argv` and return its exit code."""
     parser = ToolParser("A sample of text from an exported model, by transformers alone.", __doc__)
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder that convert_checkpoint.py to-hf wrote")
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder that megatron-ext convert to-hf wrote")
     parser.add_argument("--prompt", default="def ", help="text to go on from")
     parser.add_argument("--max-new-tokens", type=int, default=60, help="tokens to generate at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="of sampling; 0 takes the most likely token")

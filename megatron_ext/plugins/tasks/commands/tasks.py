@@ -8,8 +8,8 @@
     megatron-ext tasks --task LM_EVAL --lm-eval-tasks arc_easy --load ckpt
 
 What the model is, the checkpoint says; --tensor-model-parallel-size, --device, --micro-batch-size (sequences at once on
-a replica, default 8), --seq-length and the other flags of pretrain_gpt.py choose layout, precision and length. Every
-item of a file counts once, whatever the layout.
+a replica, default 8), --seq-length and the other flags of `megatron-ext pretrain` choose layout, precision and length.
+Every item of a file counts once, whatever the layout.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def evaluate(
         DataError: a file of a task is present but wrong.
     """
     with with_own("families", families):
-        return _evaluated(words_of(settings, flags, _parser().knows))[1]
+        return _evaluated(words_of(settings, flags, _parser().knows, ["families"]))[1]
 
 
 def _evaluated(argv: list[str]) -> tuple[int, dict[str, dict[str, float]]]:
@@ -82,7 +82,9 @@ def _evaluated(argv: list[str]) -> tuple[int, dict[str, dict[str, float]]]:
 
 def _parser() -> ToolParser:
     parser = ToolParser(
-        "Evaluate a checkpoint. Further flags: the model and layout, as of pretrain_gpt.py.", __doc__, command="tasks"
+        "Evaluate a checkpoint. Further flags: the model and layout, as of megatron-ext pretrain.",
+        __doc__,
+        command="tasks",
     )
     parser.add_argument("--task", type=_task_name, choices=(*KINDS, _HARNESS), help="what to ask of the model")
     parser.add_argument("--valid-data", nargs="+", default=[], metavar="FILE", help="files of the task")

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.plugins.prove.commands import compare_runs
-from tests.support.pages import elements
+from tests.support.pages import elements, texts
 
 TOOL = Path(__file__).resolve().parents[4] / "tools" / "compare_runs.py"
 ROWS = [
@@ -66,6 +66,19 @@ def test_a_page_shows_both_runs_and_where_their_losses_differ(
     assert "<span>row 3 (iteration 3): lm_loss is 5.0 and 5.25</span>\n<span>before</span>\n" in page
     assert "<title>iteration 2: 0</title>" in page
     assert "<title>iteration 3: 0.25</title>" in page
+
+
+def test_a_page_without_a_name_is_made_here_and_no_metrics_file_is_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        write_run(tmp_path / name, {1: 5.0, 2: 4.0}, {2: 4.5})
+    assert compare_runs.main(["a", "b", "c", "--html"]) == 0
+    assert capsys.readouterr().out.endswith("\npage  compared.html\n")
+    assert "Results" in texts(Path("compared.html").read_text())
+    with pytest.raises(ConfigurationError, match=r"^--html a/metrics\.jsonl is the name of a metrics file; put --html"):
+        compare_runs.main(["--html", "a/metrics.jsonl", "b", "c"])
 
 
 def test_a_missing_file_is_a_configuration_error(tmp_path: Path) -> None:

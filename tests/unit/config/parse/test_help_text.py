@@ -34,6 +34,11 @@ def test_help_with_a_word_names_what_speaks_of_it() -> None:
     assert ended.communicate()[0] == text + "\n"
 
 
+def test_help_calls_the_program_by_its_one_name() -> None:
+    assert about([]).startswith("usage: megatron-ext pretrain [--config run.yaml] [flags]\n")
+    assert "pretrain_gpt.py" not in about(["all"])
+
+
 def test_words_are_looked_up_each_and_in_any_order() -> None:
     assert about(["every", "save"]) == about(["save every"])
     assert "--save-interval" in about(["save every"])
