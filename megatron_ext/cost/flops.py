@@ -10,6 +10,8 @@ to the peak depends on its sizes (`cost/kernel_times.py`): tensor parallelism ma
 and experts make M smaller.
 """
 
+from dataclasses import replace
+
 from megatron_ext.config.schema import Config
 from megatron_ext.cost.stage_parameters import Shapes
 from megatron_ext.parts.catalogue import active_kinds_of_parameters, kinds_of_parameters
@@ -24,14 +26,16 @@ def flops_per_token(config: Config) -> int:
     (tied or not) and the embedding lookup not. Attention adds the products Q K^T and A V over the keys that causality
     leaves, on average half the sequence: for each layer 6 x (heads x head size) x sequence length ("causal"; the "full"
     convention has 12), less with a window. Of a mixture of experts the top k count, and the router. The vocabulary is
-    the true one, without padding. Each depth of multi-token prediction has the output layer's work once more.
+    the true one, without padding. Each depth of multi-token prediction has the output layer's work once more, and that
+    of its own layers, whether or not their weights are another depth's.
     Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B, with its attention term halved for causality.
     Megatron-LM's own formula agrees in the matrices, but counts padded rows.
     """
     model, vocabulary = config.model, config.data.vocab_size
     matrices = vocabulary * model.hidden_size * (1 + (model.mtp_num_layers or 0))
+    applied = replace(config, model=replace(model, mtp_use_repeated_layer=False))
     matrices += sum(
-        n * p.size for p, n in active_kinds_of_parameters(config) if isinstance(p.stage, int) and len(p.shape) > 1
+        n * p.size for p, n in active_kinds_of_parameters(applied) if isinstance(p.stage, int) and len(p.shape) > 1
     )
     return 6 * matrices + round(stack(config).total(lambda layer: 3 * layer.core_flops(model.seq_length)))
 

@@ -38,7 +38,7 @@ _OF_ONE_NAME = (
     *("init_method_std", "transformer_impl", "tensor_model_parallel_size", "sequence_parallel"),
     *("context_parallel_size", "pipeline_model_parallel_size", "bf16", "fp16"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "gradient_accumulation_fusion", "qk_clip"),
-    *("qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
+    *("qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit", "mtp_use_repeated_layer"),
 )
 """Fields that megatron-core's configuration has by our name."""
 

@@ -133,12 +133,18 @@ class GPT(GPTModel):
             return output
         outputs = [output]
         of_depths = (values.unbind(-1) for values in ahead)
-        for layer, tokens, labels, weights in zip(self.mtp.layers, *of_depths, strict=True):
+        for depth, (layer, tokens, labels, weights) in enumerate(zip(self._depths, *of_depths, strict=True)):
             embedded = self.embedding(input_ids=tokens, position_ids=inputs["position_ids"])
             hidden = layer(hidden, embedded, inputs["rotary_pos_emb"], sequences)
             outputs.append(read(hidden, labels=labels, loss_mask=None if mask is None else weights))
-            layer.report(outputs[-1], weights)
+            layer.report(depth, outputs[-1], weights)
         return torch.stack(outputs)
+
+    @property
+    def _depths(self) -> list[Any]:
+        """The module of each depth of multi-token prediction: the same one with --mtp-use-repeated-layer."""
+        modules = list(self.mtp.layers)
+        return modules * (self.config.mtp_num_layers or 0) if self.config.mtp_use_repeated_layer else modules
 
     def ahead(
         self,
@@ -159,7 +165,7 @@ class GPT(GPTModel):
             positions: int64 [B, S] or [1, S], of the hidden states.
         """
         embedded = self.embedding(input_ids=tokens_BS, position_ids=positions)
-        hidden = self.mtp.layers[depth](hidden_SBH, embedded, self._angles(positions), sequences)
+        hidden = self._depths[depth](hidden_SBH, embedded, self._angles(positions), sequences)
         shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return hidden, self.readout(hidden, self.output_layer, shared, packed_seq_params=sequences)
 

@@ -170,11 +170,13 @@ def embedding_parameters(config: Config) -> Iterator[Parameter]:
 
 
 def layer_parameters(config: Config, layer: Layer, experts: Iterable[int] | None = None) -> Iterator[Parameter]:
-    """Yield the parameters of one layer.
+    """Yield the parameters of one layer; none where they are those of another one.
 
     Args:
         experts: the routed experts to name, in place of all of the layer's.
     """
+    if layer.repeats:
+        return
     if layer.around is not None:
         yield from layer.around.parameters(_place(config, layer))
     for branch in layer.branches:
@@ -197,6 +199,8 @@ def branch_parameters(
 def states(config: Config) -> Iterator[State]:
     """Yield the state that the layers keep and save besides parameters, in the order of a forward pass."""
     for layer in layers(config):
+        if layer.repeats:
+            continue
         if layer.around is not None:
             yield from layer.around.state(_place(config, layer))
         for branch in layer.branches:

@@ -367,6 +367,9 @@ class Depth(Part):
     place: int | None = field(default=None, kw_only=True)
     """Index of the layer among those of the depth; None where the depth is one layer without letters."""
 
+    repeats: bool = field(default=False, kw_only=True)
+    """Whether the depth is the first one applied once more, and has no parameters of its own."""
+
     @property
     def begins(self) -> bool:
         """Whether the layer is the first of the depth, which stands for the modules around them all."""
@@ -375,4 +378,4 @@ class Depth(Part):
     @property
     def name(self) -> str:
         """Global name of its module."""
-        return f"mtp.layers.{self.depth}"
+        return f"mtp.layers.{0 if self.repeats else self.depth}"

@@ -50,10 +50,11 @@ def block_spec(
         tables = rotary_tables(config)
         specs = {kind: layer_spec(kind, tp_group, tables) for kind, _ in held.kinds}
         final = norm_builder(final_norm(config.model))
-    chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in held]
-    decoder = [spec for spec, layer in zip(chosen, held, strict=True) if layer.next_token is None]
+    built = [layer for layer in held if not layer.repeats]
+    chosen = [specs[layer] if own is None else _checked(own(specs[layer], layer), layer) for layer in built]
+    decoder = [spec for spec, layer in zip(chosen, built, strict=True) if layer.next_token is None]
     ahead: dict[int, tuple[Depth, list[ModuleSpec]]] = {}
-    for spec, layer in zip(chosen, held, strict=True):
+    for spec, layer in zip(chosen, built, strict=True):
         if (one := layer.next_token) is not None:
             ahead.setdefault(one.depth, (one, []))[1].append(spec)
     depths = [

@@ -91,6 +91,11 @@ class Layer:
         """The modules around the layers of a depth of multi-token prediction, in the first of these layers."""
         return self.next_token if self.next_token is not None and self.next_token.begins else None
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it is a layer of the first depth applied once more: its parameters are those of that layer."""
+        return self.next_token is not None and self.next_token.repeats
+
     @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
         """Additions of the layer to the residual stream, one after another."""
@@ -274,8 +279,11 @@ def _stack(model: ModelConfig) -> Stack:
 def numbers_of_parts(config: Config) -> dict[Number, int]:
     """Return the numbers that parts of the model report, with how many parts report each, depths of multi-token
     prediction included."""
-    # Layer by layer, not by kind: every depth has a number of its own.
-    return dict(Counter(one for layer in stack(config) for part in layer.parts for one in part.numbers(config)))
+    # Layer by layer, not by kind: every depth has a number of its own. Of the losses of a router that is applied
+    # several times, megatron-core records the mean.
+    reports = ((layer, part) for layer in stack(config) for part in layer.parts)
+    once = (part for layer, part in reports if not (layer.repeats and part is layer.experts))
+    return dict(Counter(one for part in once for one in part.numbers(config)))
 
 
 def _layer(model: ModelConfig, number: int, letter: str | None = None) -> Layer:

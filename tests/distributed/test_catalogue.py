@@ -109,6 +109,7 @@ MODELS["GPT-2 in parallel through one norm, bias of the logits"] = {
 MODELS["Llama in parallel through two norms"] = {**LLAMA, "parallel_residual": "two-norms"}
 MODELS["GPT-2 with a norm of embeddings"] = {"embed_layernorm": True}
 _AHEAD = {"two tokens ahead": {**LLAMA, "mtp_num_layers": 2}, "one token ahead, tied": {**LLAMA, "mtp_num_layers": 1}}
+_AHEAD["three tokens ahead by one layer"] = {**LLAMA, "mtp_num_layers": 3, "mtp_use_repeated_layer": True}
 _AHEAD["one token ahead, tied"]["untie_embeddings_and_output_weights"] = False
 _AHEAD["letters, two tokens ahead"] = {**MODELS["letters"], "mtp_num_layers": 2, "mtp_hybrid_override_pattern": "M-*"}
 MODELS |= _AHEAD

@@ -49,6 +49,10 @@ LAYOUTS = {
     f"{EXPERTS} --num-layers 4 --moe-layer-freq [0,1,1,1] --mtp-num-layers 1": (
         (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     ),
+    f"{EXPERTS} --num-layers 4 --moe-layer-freq [0,1,1,1] --mtp-num-layers 2 --mtp-use-repeated-layer": (
+        (2, "--pipeline-model-parallel-size 2"),
+        (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    ),
     f"{EXPERTS} --position-embedding-type none --hybrid-layer-pattern *EEE/E* --num-layers 4": (
         (2, "--pipeline-model-parallel-size 2"),
     ),
@@ -57,13 +61,16 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("flags", LAYOUTS)
 def test_every_layout_counts_what_one_process_counts(flags: str, tmp_path: Path) -> None:
-    """Each token of the global batch once, also where it is computed again in the backward pass."""
+    """Each token of the global batch once in each pass of a layer, also where it is computed again in the backward
+    pass."""
     _, known = _run(f"{flags} --train-iters 2", tmp_path)
     depths = 1 if "mtp" in flags or "/" in flags else 0
+    passes = 2 if "repeated" in flags else 1
     for row in known:
-        assert [sum(counts) for counts in row["expert_tokens"]] == [8 * 16 * 2] * (2 + 2 * depths)
+        each = 8 * 16 * 2
+        assert [sum(counts) for counts in row["expert_tokens"]] == [*[each] * (1 + 2 * depths), each * passes]
         for layer, counts in zip(row["expert_load"], row["expert_tokens"], strict=True):
-            assert layer["max_over_mean"] == max(counts) / 64
+            assert layer["max_over_mean"] == max(counts) * 4 / sum(counts)
             assert layer["dropped"] == 0.0
             assert 0.0 < layer["entropy"] <= 1.0
     assert [layer["layer"] for layer in known[0]["expert_load"]] == ([1, 2, 3, 4] if depths else [0, 1])

@@ -94,6 +94,8 @@ RUNS = {
     f"--mtp-num-layers 2 {_TP} --sequence-parallel --sequence-parallel-keep-gathered": 0.005,
     f"--mtp-num-layers 1 {_TP} --sequence-parallel {_FULL}": 0.005,
     f"--mtp-num-layers 2 {_PP}": 0.005,
+    f"--mtp-num-layers 2 --mtp-use-repeated-layer {_TP} --sequence-parallel": 0.005,
+    f"--mtp-num-layers 2 --mtp-use-repeated-layer {_PP}": 0.005,
     f"{_EXPERTS} alltoall": 0.05,  # no microbatch loads its experts evenly
     f"{_EXPERTS} allgather": 0.05,
     _DIVIDED_EXPERTS: 0.05,

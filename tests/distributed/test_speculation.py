@@ -31,10 +31,10 @@ PROMPTS = [
 ]
 
 
-def _train(folder: str) -> None:
+def _train(folder: str, depths: str) -> None:
     from megatron_ext.train.pretrain import pretrain
 
-    pretrain([*shlex.split(FLAGS), "--data-path", f"{folder}/corpus", "--save", f"{folder}/model"])
+    pretrain([*shlex.split(f"{FLAGS} {depths}"), "--data-path", f"{folder}/corpus", "--save", f"{folder}/model"])
 
 
 def _generate(task: tuple[str, str]) -> tuple[list[tuple[list[int], str]], list[tuple[list[int], str]], list[int]]:
@@ -52,11 +52,11 @@ def _generate(task: tuple[str, str]) -> tuple[list[tuple[list[int], str]], list[
     return tokens[0], tokens[1], counts
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module", params=["", "--mtp-use-repeated-layer"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     made = tmp_path_factory.mktemp("drafts")
     write_corpus(made)
-    run_ranks(1, _train, str(made))
+    run_ranks(1, _train, str(made), request.param)
     return str(made)
 
 

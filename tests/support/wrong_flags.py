@@ -70,6 +70,11 @@ EXAMPLES = {
         "--mtp-hybrid-override-pattern E",
         "--mtp-hybrid-override-pattern '*'",
     ),
+    "A layer of several depths computed anew where gradients are divided": Example(
+        "--world-size 2 --position-embedding-type rope --mtp-num-layers 2 --mtp-use-repeated-layer --use-torch-fsdp2 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-method block",
+    ),
     "A factor that a norm takes out again": Example(
         "--residual-multiplier 0.5 --norm-position after", "--residual-multiplier 1"
     ),
@@ -616,6 +621,15 @@ _WRONG = """
 --mtp-num-layers 2 --position-embedding-type rope --logits-multiplier 0.5
 --mtp-num-layers 2 --position-embedding-type rope --recompute-granularity full --recompute-method uniform
   --recompute-num-layers 2
+--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope --world-size 2 --use-torch-fsdp2
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope --world-size 2 --use-megatron-fsdp
+  --data-parallel-sharding-strategy optim_grads --recompute-granularity full --recompute-method uniform
+  --recompute-num-layers 1
+--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope --world-size 2 --use-megatron-fsdp
+  --data-parallel-sharding-strategy optim_grads_params --recompute-granularity selective --recompute-modules mlp
+--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope --num-experts 8
+  --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01
 --world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout t*4E|t*4L
 --world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4||t*4|L --global-batch-size 2
 --world-size 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*(99999999)|L

@@ -548,6 +548,13 @@ class ModelConfig:
         read_with=ReadWith("mtp_num_layers", "without --mtp-num-layers one token is predicted"),
         computed_by_ours=True,
     )
+    mtp_use_repeated_layer: bool = option(
+        False,
+        "Give all depths of --mtp-num-layers the weights of one, which is applied once for each further token.",
+        resume="shape",
+        read_with=ReadWith("mtp_num_layers", "without --mtp-num-layers one token is predicted"),
+        computed_by_ours=True,
+    )
     mtp_loss_scaling_factor: float = option(
         0.1,
         "Weight in the total loss of the mean of the losses of --mtp-num-layers.",

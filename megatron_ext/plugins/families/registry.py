@@ -113,6 +113,7 @@ def written_as(config: Config) -> tuple[Family, Config]:
         if not config.model.mtp_num_layers:
             raise
         model = dataclasses.replace(config.model, mtp_num_layers=None, mtp_hybrid_override_pattern=None)
+        model = dataclasses.replace(model, mtp_use_repeated_layer=False)
         config = dataclasses.replace(config, model=model)
         family = family_of(config)
     if _has_one_raw_score(config) and _UNNORMALIZED not in family.fixed:

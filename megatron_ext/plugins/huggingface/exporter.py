@@ -96,8 +96,9 @@ def export_huggingface(
     source.check()
     _warn_of_another_type(config, family)
     if config.model.mtp_num_layers != source.config.model.mtp_num_layers:
+        of_one = " that share a layer" if source.config.model.mtp_use_repeated_layer else ""
         warn(
-            f"{family.model_type} has no depths of multi-token prediction: those of --mtp-num-layers "
+            f"{family.model_type} has no depths of multi-token prediction{of_one}: those of --mtp-num-layers "
             f"{source.config.model.mtp_num_layers} are left out, and the layers before them are exported"
         )
     code = dtype or source.dtype()

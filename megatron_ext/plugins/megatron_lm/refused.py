@@ -76,10 +76,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     # The model's structure, its first weights and its vocabulary.
     (
-        "depths of multi-token prediction are layers of their own on the last stage, whose drafts megatron-ext "
-        "generate --speculative takes; leave it out",
+        "depths of multi-token prediction are trained with the model on the last stage, and megatron-ext "
+        "generate --speculative takes their drafts; leave it out",
         """
-        --mtp-standalone, --mtp-use-repeated-layer, --mtp-detach-heads,
+        --mtp-standalone, --mtp-detach-heads,
         --num-speculative-tokens N =0
         """,
     ),

@@ -190,8 +190,9 @@ _MODEL: dict[str, Meaning] = {
     ),
     **same_flags(
         "sequence_parallel expert_model_parallel_size deterministic_mode num_layers mtp_num_layers "
-        "mtp_loss_scaling_factor pipeline_model_parallel_layout account_for_embedding_in_pipeline_split "
-        "account_for_loss_in_pipeline_split hidden_size num_attention_heads softmax_scale softmax_type ffn_hidden_size "
+        "mtp_loss_scaling_factor mtp_use_repeated_layer pipeline_model_parallel_layout "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split hidden_size num_attention_heads "
+        "softmax_scale softmax_type ffn_hidden_size "
         "kv_channels add_qkv_bias glu_linear_offset activation_func_clamp_value "
         "rotary_interleaved window_size window_attn_skip_freq normalization qk_layernorm qk_l2_norm qk_clip "
         "qk_clip_alpha qk_clip_threshold log_max_attention_logit attention_output_gate multi_latent_attention "

@@ -104,10 +104,11 @@ class NextTokenLayer(MultiTokenPredictionLayer):
             return tensor_parallel.checkpoint(states, False, hidden_SBH, embedded_SBH)
         return states(hidden_SBH, embedded_SBH)
 
-    def report(self, losses: torch.Tensor, weights_BS: torch.Tensor) -> None:
-        """Record the depth's loss in a microbatch.
+    def report(self, depth: int, losses: torch.Tensor, weights_BS: torch.Tensor) -> None:
+        """Record the loss of a depth in a microbatch.
 
         Args:
+            depth: its index, from 0; one module may compute several.
             losses: nats, of every token [B, S], or already the weighted sum.
             weights_BS: weights of the tokens; with them the sum over the number of tokens that count in the main loss
                 is the mean over the depth's tokens (`train/step.py`).
@@ -115,7 +116,7 @@ class NextTokenLayer(MultiTokenPredictionLayer):
         assert self.tp_group is not None, "which ranks have the same losses?"
         if self.tp_group.rank() == 0:
             total = torch.dot(losses.reshape(-1).float(), weights_BS.reshape(-1).float()) if losses.dim() else losses
-            record(loss_of_depth(self.layer_number - 1), total)
+            record(loss_of_depth(depth), total)
 
 
 def next_token_spec(norm: Norm, layers: Sequence[ModuleSpec], has_letters: bool) -> ModuleSpec:

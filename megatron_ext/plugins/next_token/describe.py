@@ -4,7 +4,7 @@ arXiv:2412.19437, section 2.2).
 Depth k, from 1, takes the hidden states h of depth k - 1 (of depth 0: of the final norm) and the embedding of the token
 k positions ahead: h' = final_layernorm(layer(eh_proj [enorm(embedding); hnorm(h)])), from which the model's output
 layer computes the logits of the token after that one. The last pipeline stage has all depths, and word embeddings for
-them.
+them. With --mtp-use-repeated-layer each depth is the first one applied once more.
 """
 
 from collections.abc import Iterator, Mapping
@@ -94,16 +94,25 @@ class NextToken(Depth):
             yield f"{flag} --embed-layernorm: {no_copy} that norm; leave --embed-layernorm out"
         if (factor := model.logits_multiplier) != 1.0:
             yield f"{flag} --logits-multiplier {factor:g}: it multiplies what a depth reads; use --logits-multiplier 1"
+        if self.repeats and model.num_experts is not None and "global_aux_loss" in model.load_balancing_losses:
+            yield (
+                f"{flag} --mtp-use-repeated-layer and --moe-router-load-balancing-type "
+                f"{' '.join(model.load_balancing)}: one router would add up the loads of all depths, in another order "
+                "in each layout; leave --mtp-use-repeated-layer out"
+            )
 
 
 def depths_of(model: ModelConfig, norm: Norm) -> list[NextToken]:
     """Return the depths of the model, the first one first."""
-    return [NextToken(depth, norm) for depth in range(model.mtp_num_layers or 0)]
+    repeats = model.mtp_use_repeated_layer
+    return [NextToken(depth, norm, repeats=repeats and depth > 0) for depth in range(model.mtp_num_layers or 0)]
 
 
 def draw(random: Random) -> list[str]:
     """Return flags of depths of multi-token prediction, drawn at random; most draws have none."""
-    return taken(random, (0.15, f"--mtp-num-layers {random.choice((1, 2))} --mtp-loss-scaling-factor 0.5"))
+    depths = f"--mtp-num-layers {random.choice((1, 2))} --mtp-loss-scaling-factor 0.5"
+    one = random.choice(("", " --mtp-use-repeated-layer"))
+    return taken(random, (0.15, f"{depths}{one}"))
 
 
 NEXT_TOKENS = (depths_of,)

@@ -277,10 +277,23 @@ MODELS |= {
         f"--num-layers 4 {_LATENT_SIZES} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
         "--moe-layer-freq [0,1,1,1] --mtp-num-layers 1"
     ),
+    # One layer for all depths.
+    "two tokens ahead by one layer": (
+        f"--num-layers 4 {_LLAMA} {_UNTIED} --mtp-num-layers 2 --mtp-use-repeated-layer --mtp-loss-scaling-factor 0.5"
+    ),
+    "three tokens ahead by one layer, tied": f"--num-layers 4 {_LLAMA} --mtp-num-layers 3 --mtp-use-repeated-layer",
+    "two tokens ahead by one layer of experts": (
+        f"--num-layers 4 {_LATENT_SIZES} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
+        "--moe-z-loss-coeff 0.01 --moe-layer-freq [0,1,1,1] --mtp-num-layers 2 --mtp-use-repeated-layer"
+    ),
     # Nemotron 3's depths, each of two layers, after four of three kinds; and tied, each of one.
     "hybrid, two tokens ahead": (
         f"{_HYBRID} --hybrid-layer-pattern ME*M/*E/*E --num-experts 8 --moe-ffn-hidden-size 48 "
         "--moe-shared-expert-intermediate-size 40 --moe-aux-loss-coeff 0.1 --mtp-loss-scaling-factor 0.5"
+    ),
+    "hybrid, two tokens ahead by layers of one depth": (
+        f"{_HYBRID} --hybrid-layer-pattern ME*M/*E/*E --num-experts 8 --moe-ffn-hidden-size 48 "
+        "--moe-aux-loss-coeff 0.1 --mtp-use-repeated-layer"
     ),
     "tied hybrid, a token ahead": f"{_HYBRID.replace(_UNTIED, '')} --hybrid-layer-pattern M-M*/M-*",
     "tied hybrid, a token ahead, packed": (

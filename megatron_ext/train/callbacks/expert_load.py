@@ -56,7 +56,7 @@ class ExpertLoad(Callback):
         steps, self._steps = self._steps, 0
         found: list[LayerLoad] = []
         for layer, (step, interval, bias) in zip(described, numbers.tolist(), strict=True):
-            if layer.experts is None:
+            if layer.experts is None or layer.repeats:  # the tokens of all passes are the first one's
                 continue
             *tokens, routed, squares = step
             choices = routed * layer.experts.top_k
@@ -91,7 +91,8 @@ class ExpertLoad(Callback):
 
 def _routers(run: Run) -> Iterator[tuple[int, Any]]:
     """Yield the routers of this rank, with the index of their layer; depths of multi-token prediction come last."""
-    mixtures = [layer for layer in layers(run.config) if layer.next_token is not None and layer.experts is not None]
+    ahead_of_all = [layer for layer in layers(run.config) if layer.next_token is not None and not layer.repeats]
+    mixtures = [layer for layer in ahead_of_all if layer.experts is not None]
     for chunk in unwrapped(run.chunks):
         ahead = iter(mixtures)  # all of them lie in the last chunk, in their order
         for module in chunk.modules():

@@ -89,7 +89,7 @@ def test_a_usual_launch_is_taken_and_says_what_it_leaves_out(name: str):
 @pytest.mark.parametrize(
     ("added", "feature"),
     [
-        ("--mtp-use-repeated-layer", "--mtp-use-repeated-layer"),
+        ("--mtp-detach-heads", "--mtp-detach-heads"),
         ("--no-fp8-wgrad", "--no-fp8-wgrad"),
         ("--optimizer soap", "--optimizer: 'soap'"),
         ("--moe-layer-freq ([0]*1+[1]*31)", "--moe-layer-freq"),

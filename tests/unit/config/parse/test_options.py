@@ -120,7 +120,7 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
         ),
         ("", "batch-size: 2\nmicro_batch_size: 3\n", 1, {"micro_batch_size"}),
         ("", "micro-batch-size: 2\nmicro_batch_size: 3\n", 1, {"micro_batch_size"}),
-        ("", "mtp_use_repeated_layer: true\n", 1, set()),
+        ("", "mtp_detach_heads: true\n", 1, set()),
         ("--deepspeed_config x", None, 1, set()),
         ("--use-mcore-models 1", None, ["unexpected argument '1' after --use-mcore-models"], set()),
         (
@@ -134,8 +134,8 @@ def test_of_several_places_one_wins(line: str, file: str | None, values: dict[st
             None,
             [
                 "unexpected argument '2' after --num-speculative-tokens",
-                "--num-speculative-tokens 1 is not supported: depths of multi-token prediction are layers of their own "
-                "on the last stage, whose drafts megatron-ext generate --speculative takes; leave it out",
+                "--num-speculative-tokens 1 is not supported: depths of multi-token prediction are trained with the "
+                "model on the last stage, and megatron-ext generate --speculative takes their drafts; leave it out",
             ],
             set(),
         ),
