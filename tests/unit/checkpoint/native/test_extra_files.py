@@ -58,8 +58,8 @@ def test_a_checkpoint_of_other_versions_is_told_of_in_one_line(tmp_path: Path) -
     said = extra_files.other_versions(tmp_path)
     assert said == (
         f"{tmp_path} was written with megatron_ext 0.1.0 (here {written['megatron_ext']}), torch 2.11.0 (here "
-        f"{written['torch']}): CHANGELOG.md of this program says what has changed; torch's kernels may round otherwise, "
-        "so that losses agree but for rounding"
+        f"{written['torch']}): CHANGELOG.md of this program says what has changed; torch's kernels may round "
+        "otherwise, so that losses agree but for rounding"
     )
     for text in ("", "[]", '{"torch": 2}', "{" * 100_000, '{"torch": "' + "9" * 300 + '"}'):
         path.write_text(text)
