@@ -9,7 +9,7 @@ from megatron_ext.config.derived.sharding import FLAGS, given_schemes
 from megatron_ext.config.parse.options import flag_of, options_by_name
 from megatron_ext.config.resolve import Facts, positive
 from megatron_ext.config.schema import Config
-from megatron_ext.rules.reads import all_read_the_layout
+from megatron_ext.rules.reads import all_read_the_layout, reads
 from megatron_ext.rules.suggest import divisors, listed
 
 
@@ -30,6 +30,32 @@ def schemes_go_with_the_rest(config: Config, facts: Facts) -> Iterator[str]:
     """Refuse the configurations that a sharding scheme does not work with."""
     for scheme in given_schemes(vars(config.layout)):
         yield from scheme.cannot(config)
+
+
+@reads("recomputation")
+def repeated_layers_are_computed_once(config: Config, facts: Facts) -> Iterator[str]:
+    """Refuse to compute a layer anew that is applied several times, where a scheme divides the gradients."""
+    model, layout, training = config.model, config.layout, config.training
+    if not model.mtp_use_repeated_layer or (model.mtp_num_layers or 0) < 2:
+        return  # so that a search asks once for all schemes
+    strategy = layout.data_parallel_sharding_strategy
+    divides = layout.use_megatron_fsdp and strategy in ("optim_grads", "optim_grads_params")
+    if not (layout.use_torch_fsdp2 or divides):
+        return
+    if training.recompute_method == "uniform":
+        recomputed, instead = "--recompute-method uniform", "use --recompute-method block"
+    elif divides and training.recompute_granularity == "selective":
+        modules = f" --recompute-modules {' '.join(kept)}" if (kept := training.recompute_modules) else ""
+        recomputed = f"--recompute-granularity selective{modules}"
+        instead = f"leave {recomputed} out"
+    else:
+        return
+    scheme = f"--data-parallel-sharding-strategy {strategy}" if divides else "--use-torch-fsdp2"
+    yield (
+        f"--mtp-use-repeated-layer with {scheme} and {recomputed}: weights would get a gradient each time that their "
+        f"layer is computed anew, and these shards take one in a backward pass; {instead}, or leave "
+        "--mtp-use-repeated-layer out"
+    )
 
 
 def megatron_fsdp_shards_the_state(config: Config, facts: Facts) -> Iterator[str]:
@@ -119,6 +145,7 @@ RULES = all_read_the_layout(
     (
         flags_belong_to_their_scheme,
         schemes_go_with_the_rest,
+        repeated_layers_are_computed_once,
         megatron_fsdp_shards_the_state,
         matrices_are_whole,
         copies_are_divided_by_megatron_fsdp,

@@ -122,7 +122,7 @@ def next_commands_work_in_a_new_shell(printed: str, short: str) -> None:
 
 NEXT = (
     "cd .* && source .*/bin/activate",
-    "pretrain_gpt.py --help",
+    "megatron-ext pretrain --help",
     "pretrain_cpu.sh",
     "megatron-ext sample",
     "tensorboard",

@@ -106,38 +106,12 @@ def _fsdp2_cannot(config: Any) -> Iterator[str]:
             f"--use-torch-fsdp2 with --num-experts {experts}: experts are divided over other ranks than the rest, and "
             f"FSDP2 has one division; use {_distributed_optimizer(config)}"
         )
-    yield from _recomputes_a_repeated_layer(config, "--use-torch-fsdp2", selective=False)
     if config.training.fp16:
         # Megatron-FSDP knows no experts next to stages, and keeps its masters on the device.
         on_device = not (layout.torch_fsdp2_cpu_offload or config.optimizer.optimizer_cpu_offload)
         is_able = on_device and stages == 1 and experts is None
         instead = f"--use-megatron-fsdp instead of {_own_flags(layout)}" if is_able else _distributed_optimizer(config)
         yield ("--use-torch-fsdp2 has no loss scaling, which --fp16 needs; use --bf16 instead of --fp16, or " + instead)
-
-
-def _recomputes_a_repeated_layer(config: Any, scheme: str, *, selective: bool) -> Iterator[str]:
-    """Yield why a layer that is applied several times cannot be computed anew where gradients are divided.
-
-    Args:
-        scheme: flags of the scheme.
-        selective: whether parts of a layer cannot be computed anew, either.
-    """
-    model, training = config.model, config.training
-    if not model.mtp_use_repeated_layer or (model.mtp_num_layers or 0) < 2:
-        return
-    if training.recompute_method == "uniform":
-        recomputed, instead = "--recompute-method uniform", "use --recompute-method block"
-    elif selective and training.recompute_granularity == "selective":
-        modules = f" --recompute-modules {' '.join(kept)}" if (kept := training.recompute_modules) else ""
-        recomputed = f"--recompute-granularity selective{modules}"
-        instead = f"leave {recomputed} out"
-    else:
-        return
-    yield (
-        f"--mtp-use-repeated-layer with {scheme} and {recomputed}: weights would get a gradient each time that their "
-        f"layer is computed anew, and these shards take one in a backward pass; {instead}, or leave "
-        "--mtp-use-repeated-layer out"
-    )
 
 
 def _fsdp2_gathers_whole(config: Any) -> str | None:
@@ -175,9 +149,6 @@ def _megatron_fsdp_cannot(config: Any) -> Iterator[str]:
             "--data-parallel-sharding-strategy optim, or leave --use-megatron-fsdp and "
             "--data-parallel-sharding-strategy out"
         )
-    if (strategy := layout.data_parallel_sharding_strategy) in ("optim_grads", "optim_grads_params"):
-        scheme = f"--data-parallel-sharding-strategy {strategy}"
-        yield from _recomputes_a_repeated_layer(config, scheme, selective=True)
     if config.training.linear_cross_entropy:
         yield (
             "--linear-cross-entropy reads the output layer's weight itself, and --use-megatron-fsdp gathers it for the "

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_ext.config.derived.sharding import FLAGS
+from megatron_ext.config.derived.sharding import FLAGS, scheme_of
 from megatron_ext.config.parse.options import flag_of
 from megatron_ext.config.resolve import Facts, resolve
 from megatron_ext.config.schema import Config, TrainingConfig
@@ -313,20 +313,22 @@ def _candidates(question: Question) -> Iterator[Candidate]:
 
 class _Recomputations:
     """The kinds of recomputation; whether they are legal does not depend on the layout, since they compute one layer
-    anew at a time, nor on the micro batch, and on the sharding only by who computes the layers."""
+    anew at a time, nor on the micro batch, and on the sharding only by who computes the layers, or where one layer is
+    applied several times."""
 
     def __init__(self, question: Question):
         self.facts, self.usable = question.facts, question.usable_bytes
         self.ways = list(recomputations(question.values).items())
         self._values = [tuple(way.items()) for _, way in self.ways]
-        self._legal: dict[tuple[int, str], bool] = {}
+        self._legal: dict[tuple[int, str, str], bool] = {}
 
     def of(self, config: Config, index: int) -> Config | None:
         """Return a configuration with the kind of this place; None where it is not legal."""
         if not self._values[index]:
             return config
         changed = replace(config, training=_changed(config.training, self._values[index]))
-        key = index, config.model.transformer_impl
+        scheme = scheme_of(config.layout).title if config.model.mtp_use_repeated_layer else ""
+        key = index, config.model.transformer_impl, scheme
         if key not in self._legal:
             self._legal[key] = broken_rule(changed, self.facts, RULES_OF_RECOMPUTATION) is None
         return changed if self._legal[key] else None

@@ -276,7 +276,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[TrainingError], str]] = {
     "an optimizer's object": (
         {"optimizer": torch.optim.SGD([torch.zeros(1)])},
         ConfigurationError,
-        "optimizer= is SGD",
+        "optimizer= is an object of SGD, which has weights already: give the class",
     ),
     "an optimizer that is not there": (
         {"optimizer": OptimizerTraits("own", "Own", "torch.optim:Own", {}, (), frozenset(), "adam")},
