@@ -78,7 +78,7 @@ def _watch(run: Path, save: Path | None, output: Path, every: float) -> None:
             told = True
             note(
                 f"{metrics} does not exist: it is waited for; where the run has --metrics-file FILE, give FILE, and "
-                "its folder by --save"
+                "the run's own folder by --save"
             )
         if code in _ENDS:
             return

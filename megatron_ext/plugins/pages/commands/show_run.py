@@ -19,10 +19,10 @@ from megatron_ext.config.schema import Config
 from megatron_ext.errors import TrainingError
 from megatron_ext.plugins.pages.loss_curve import RunHistory, loss_chart, named, read_history, saved_values, summary
 from megatron_ext.plugins.pages.run_page import losses_picture, run_page, runs_page
+from megatron_ext.resilience import exit_record
 from megatron_ext.telemetry.banner import described
 from megatron_ext.telemetry.commands_file import starts
 from megatron_ext.terminal import say
-from megatron_ext.untrusted.text import TextError, load_json, read_file
 
 
 def main(argv: list[str]) -> int:
@@ -93,7 +93,6 @@ def _facts(run: Path, config: Config | None) -> list[str]:
     """Return lines on what the run trained, and how it ended; files that are missing or unreadable give no line."""
     folder = _folder(run)
     facts = {} if config is None else described(config)
-    with contextlib.suppress(TrainingError, TextError, OSError, LookupError, TypeError):
-        end = load_json(read_file(folder / "exit.json", 1 << 16))
+    if (end := exit_record.read(folder)) is not None and "time" in end:
         facts["ended"] = f"{str(end['time'])[:16].replace('T', ' ')} UTC, exit code {end['code']}"
     return [f"{name:<17}{text}" for name, text in facts.items()]

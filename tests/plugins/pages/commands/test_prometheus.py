@@ -74,12 +74,7 @@ def test_an_end_after_which_ranks_start_again_is_not_the_last(
     (run / "metrics.jsonl").write_text(ROW)
     _until(lambda: "pretrain_exit_code 76\n" in output.read_text())
     (run / "exit.json").unlink()
-    _until(lambda: "exit_code" not in output.read_text())
-    assert watch.is_alive()
-    (run / "exit.json").write_text(json.dumps({"code": 0}))
-    watch.join(60)
-    assert not watch.is_alive()
-    assert "pretrain_exit_code 0\n" in output.read_text()
+    _goes_on_to_the_end(watch, run, output)
 
 
 def test_the_end_of_an_earlier_run_is_not_this_ones(tmp_path: Path) -> None:
@@ -92,12 +87,7 @@ def test_the_end_of_an_earlier_run_is_not_this_ones(tmp_path: Path) -> None:
     assert main([str(metrics), "--save", str(run), "--output", str(output)]) == 0
     assert "pretrain_exit_code 75\n" in output.read_text()
     watch = watching(metrics, "--save", run, "--output", output)
-    _until(lambda: "exit_code" not in output.read_text())
-    assert watch.is_alive()
-    (run / "exit.json").write_text(json.dumps({"code": 0}))
-    watch.join(60)
-    assert not watch.is_alive()
-    assert "pretrain_exit_code 0\n" in output.read_text()
+    _goes_on_to_the_end(watch, run, output)
 
 
 def test_a_run_that_ends_without_a_row_is_not_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +96,16 @@ def test_a_run_that_ends_without_a_row_is_not_waited_for(tmp_path: Path, capfd: 
     (tmp_path / "exit.json").write_text(json.dumps({"code": 64}))
     watch.join(60)
     assert not watch.is_alive()
+
+
+def _goes_on_to_the_end(watch: Thread, run: Path, output: Path) -> None:
+    """See that a watch has no end by now, and has one when the run has."""
+    _until(lambda: "exit_code" not in output.read_text())
+    assert watch.is_alive()
+    (run / "exit.json").write_text(json.dumps({"code": 0}))
+    watch.join(60)
+    assert not watch.is_alive()
+    assert "pretrain_exit_code 0\n" in output.read_text()
 
 
 def _until(holds: Callable[[], bool]) -> None:

@@ -1,4 +1,5 @@
-"""Depths of multi-token prediction that share one layer (--mtp-use-repeated-layer), in layouts against one process."""
+"""Depths of multi-token prediction in layouts against one process: those that have letters, as Nemotron 3's, and those
+that share one layer (--mtp-use-repeated-layer)."""
 
 import pytest
 
@@ -7,9 +8,10 @@ from megatron_ext.plugins.prove.cases import Case
 from megatron_ext.plugins.prove.compared_layouts import BY, EP2, FUSED, OVERLAP, PP2, PP2_VPP2, SPLIT, TP2_SP
 from megatron_ext.plugins.prove.parity import Experiment, compare
 
-# Of the second tier: tests/plugins/next_token/test_compute.py compares such depths with separate ones.
+# Of the second tier: tests/plugins/next_token/test_compute.py compares both with separate depths of a single layer.
 pytestmark = pytest.mark.full
 
+OF_LETTERS, OF_LETTERS_TIED = "hybrid, two tokens ahead", "tied hybrid, a token ahead"
 UNTIED, TIED = "two tokens ahead by one layer", "three tokens ahead by one layer, tied"
 EXPERTS = "two tokens ahead by one layer of experts"
 LETTERS = "hybrid, two tokens ahead by layers of one depth"
@@ -18,6 +20,13 @@ _BLOCK = f"{layouts.RECOMPUTED} 1 --recompute-method block"
 _SELECTIVE = "--recompute-granularity selective"
 _MLP = f"{_SELECTIVE} --recompute-modules mlp layernorm"
 LAYOUTS = {
+    "letters: TP2 SP EP2": (OF_LETTERS, 4, f"{TP2_SP} {EP2}"),
+    "letters: PP2, Et*4|mmL": (OF_LETTERS, 2, f"{PP2} {SPLIT} Et*4|mmL"),
+    "letters: CP2 p2p": (OF_LETTERS, 2, f"{layouts.CP2} p2p"),
+    "letters: ZeRO-3": (OF_LETTERS, 2, f"{layouts.MEGATRON_FSDP} optim_grads_params"),
+    "letters: TP2 SP PP2 VPP2, tied": (OF_LETTERS_TIED, 4, f"{TP2_SP} {PP2_VPP2}"),
+    "letters: TP2 SP FSDP2, tied": (OF_LETTERS_TIED, 4, f"{TP2_SP} {layouts.FSDP2}"),
+    "letters: CP2 a2a, tied, packed": (f"{OF_LETTERS_TIED}, packed", 2, f"{layouts.CP2} a2a"),
     "TP2 SP": (UNTIED, 2, TP2_SP),
     "TP2 SP, tied": (TIED, 2, TP2_SP),
     "PP2": (UNTIED, 2, PP2),
